@@ -80,12 +80,12 @@ def short_reasons(content: VerdictFile) -> list[str]:
     """Return the reasons as sentences; of many arms a summary, and what their rows do not say."""
     if not has_many_arms(content):
         return sentences(content.reasons)
-    kept = [
-        reason
-        for reason in content.reasons
-        if reason.code != Code.OF_ARM or reason["reason"].code not in _IN_ROW
-    ]
-    return [*_summarize(content), *sentences(kept)]
+    inner = [reason["reason"] if reason.code == Code.OF_ARM else reason for reason in content.reasons]
+    kept = [*compress(content.reasons, (reason.code not in _IN_ROW for reason in inner))]
+    of_arms = [reason for reason in kept if reason.code == Code.OF_ARM]
+    shown = [reason for reason in kept if reason not in of_arms[MAX_NAMED:]]
+    omitted = [f"{len(of_arms) - MAX_NAMED} more reasons of single arms: -v"] * (len(of_arms) > MAX_NAMED)
+    return [*_summarize(content), *sentences(shown), *omitted]
 
 
 def _summarize(content: VerdictFile) -> Iterator[str]:

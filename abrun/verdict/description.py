@@ -144,12 +144,18 @@ def find_claimable_metric(
                 *redefined,
             ):  # the first two mean another thing in a claim
                 continue
-            description = _describe_metric(arm, all_sides, metric, window, experiment)
+            declared = experiment if experiment.launched_compare_sha256 else None
+            description = _describe_metric(arm, all_sides, metric, window, declared)
             if description is None or description["margin"] is None:
                 continue
+            grid, (first_step, last_step) = experiment.metric_steps(metric), description["steps"]
+            if (
+                all_sides.axis == "steps" and last_step < grid[-1]
+            ):  # a claim's window ends with the longest run
+                shared_window = {"window": f"steps {first_step}-{last_step}"}
+                description = replace(description, values={**description.values, **shared_window})
             sides, _ = _select_recorded(all_sides, metric, window)
-            units, grid = select_units(sides, metric), experiment.metric_steps(metric)
-            claim = build_claim(description)
+            units, claim = select_units(sides, metric), build_claim(description)
             margin = resolve_margin(claim, None)
             problem = judge_equivalence(arm, units, claim, margin, grid, may_repeat=True).problem
             if problem is None and default_transform(metric) == "identity":

@@ -300,3 +300,15 @@ def test_one_run_beside_several_is_searched_in_all_metrics(tmp_path):
     _, content = compare([old, f"{new}/seed-0"])
     assert [*only(content, "new_run_elsewhere")["apart"]] == ["train/zz/critic_norm"]
     assert only(content, "new_run_elsewhere")["num_metrics"] == 32
+
+
+def test_runs_of_another_length_are_described_on_their_steps_and_the_next_claim_is_on_them(tmp_path):
+    def change(arm, seed, curves):
+        return {name: values[:50] for name, values in curves.items()} if arm == "new" else curves
+
+    sources = write_arms(tmp_path, change, num_seeds=1, num_metrics=2)
+    shown = CliRunner().invoke(app, ["compare", *sources], env={"COLUMNS": "1000"}).stdout
+    claim = shown.split("--claim '")[1].split("'")[0]
+    assert claim.startswith("train/reward:steps 41-50:") and "No claim" not in shown
+    exit_code, content = compare(sources, "--claim", claim)
+    assert (exit_code, content["verdict"]) == (4, "INCONCLUSIVE")
