@@ -54,9 +54,10 @@ def _smallest_gap(groups: Sequence[Array], *, from_zero: bool) -> float:
 
 def last_decimal_unit(values: Array) -> float:
     """Return the unit of the last decimal that any value has; 0 for more decimals than logs round to."""
-    largest = float(np.abs(values).max())
+    tolerance = 1e-7 * float(np.abs(values).max())  # float32 precision
     for decimals in range(MAX_DECIMALS + 1):
-        if np.abs(values - np.round(values, decimals)).max() <= 1e-7 * largest:  # within float32 precision
+        # Most often the first few values have more decimals already
+        if all(np.abs(part - np.round(part, decimals)).max() <= tolerance for part in (values[:100], values)):
             return 10.0**-decimals
     return 0.0
 
