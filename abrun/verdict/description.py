@@ -107,18 +107,12 @@ def _most_unusual(sides: Sides, metrics: Sequence[str]) -> list[str]:
     """
     if len(metrics) <= MAX_DESCRIBED:
         return list(metrics)
-    by_grid: dict[tuple[bytes, ...], list[str]] = {}
+    unusual = dict.fromkeys(metrics, 1.0)
     for metric in metrics:
-        grids = tuple(run.series(metric).steps.tobytes() for run in sides.runs)
-        by_grid.setdefault(grids if len({*grids}) == 1 else (), []).append(metric)
-    unusual = dict.fromkeys(by_grid.pop((), []), 1.0)
-    for group in by_grid.values():
-        means = [
-            np.array([np.mean([run.series(metric).values for run in runs], axis=0) for metric in group])
-            for runs in sides.arms
-        ]
-        p_values = level_shift_p(means[1] - means[0])
-        unusual |= dict(zip(group, np.nan_to_num(p_values, nan=1.0).tolist(), strict=True))
+        curves = [[run.series(metric).values for run in runs] for runs in sides.arms]
+        if len({len(curve) for arm in curves for curve in arm}) == 1:
+            p_value = float(level_shift_p(np.mean(curves[1], axis=0) - np.mean(curves[0], axis=0)))
+            unusual[metric] = 1.0 if math.isnan(p_value) else p_value
     chosen = {metrics[0], *sorted(metrics, key=unusual.__getitem__)[: MAX_DESCRIBED - 1]}
     return [metric for metric in metrics if metric in chosen]
 
