@@ -54,10 +54,10 @@ def _smallest_gap(groups: Sequence[Array], *, from_zero: bool) -> float:
 
 def last_decimal_unit(values: Array) -> float:
     """Return the unit of the last decimal that any value has; 0 for more decimals than logs round to."""
-    tolerance = 1e-7 * float(np.abs(values).max())  # float32 precision
+    parts, tolerance = (values[:100], values), 1e-7 * float(np.abs(values).max())  # float32 precision
     for decimals in range(MAX_DECIMALS + 1):
         # Most often the first few values have more decimals already
-        if all(np.abs(part - np.round(part, decimals)).max() <= tolerance for part in (values[:100], values)):
+        if all(np.abs(part - np.round(part, decimals)).max() <= tolerance for part in parts):
             return 10.0**-decimals
     return 0.0
 
