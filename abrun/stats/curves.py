@@ -165,7 +165,6 @@ def _robust_sd(changes: Array) -> Array:
 
 _NUM_BATCHES = 5  # with more, noise that lasts over steps counts as several independent batches
 _MAX_PERSISTENCE = 0.99
-_UPPER_95 = 1.645
 
 
 def level_shift_p(differences: Array) -> Array:
@@ -190,7 +189,7 @@ def level_shift_p(differences: Array) -> Array:
     squares = (centred**2).sum(axis=-1)
     with np.errstate(divide="ignore", invalid="ignore"):
         lag_1 = (centred[..., 1:] * centred[..., :-1]).sum(axis=-1) / squares
-        upper = lag_1 + (1 + 3 * lag_1) / num_steps + _UPPER_95 * np.sqrt((1 - lag_1**2) / num_steps)
+        upper = lag_1 + (1 + 3 * lag_1) / num_steps + 1.645 * np.sqrt((1 - lag_1**2) / num_steps)
         lag_1 = np.clip(np.nan_to_num(upper), 0.0, _MAX_PERSISTENCE)
         num_effective = np.maximum(num_steps * (1 - lag_1) / (1 + lag_1), 2.0)
         error = np.sqrt(squares / (num_steps - 1) / (num_effective - 1))
