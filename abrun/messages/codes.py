@@ -77,7 +77,7 @@ class Code(StrEnum):
     FIRST_STEP_COUNTED_ANEW, FIRST_STEP_NOT_SHARED, FIRST_STEPS_DIFFER = auto(), auto(), auto()
     FIRST_STEP_LATE, FIRST_STEP_NOT_FINITE, FIRST_STEP_NOT_RECORDED = auto(), auto(), auto()
     PROMPTS_NOT_KNOWN, FIRST_STEP_OF_SCORES, STEP_ONE_DIFFERS = auto(), auto(), auto()
-    STEP_ONE_OPEN, REWARD_REDEFINED = auto(), auto()
+    STEP_ONE_OPEN, METRIC_REDEFINED = auto(), auto()
 
     # Guards
     RUNS_FINISHED, NO_BASELINE_FINISHED, NO_RUN_ENDED, ENDINGS_NOT_KNOWN = auto(), auto(), auto(), auto()
@@ -125,7 +125,8 @@ class Code(StrEnum):
     RUNS_ALIKE, NO_RUN_IN_WINDOW, NO_METRIC_TO_DESCRIBE = auto(), auto(), auto()
     UNFINISHED_LEFT_OUT, LEFT_OUT_UNRECORDED, LEFT_OUT_SHORT = auto(), auto(), auto()
     LEFT_OUT_NOT_FINITE, FEW_STEPS_IN_COMMON, NEW_RUN_RANGE = auto(), auto(), auto()
-    METRICS_WITHOUT_LEVEL = auto()
+    METRICS_WITHOUT_LEVEL, LEFT_OUT_OF_METRICS, SEEDS_NOT_SHARED = auto(), auto(), auto()
+    FAR_APART = auto()
 
     # Notes
     NOTE_OF_RUNS, DECIDED_AT_LAUNCH, CODE_DIFFERS, PRECISION_DIFFERS = auto(), auto(), auto(), auto()

@@ -65,6 +65,10 @@ def _unpaired_seeds(seeds: list[int], arm: str, can_unpair: bool) -> str:
     )
 
 
+def _seeds_not_shared(seeds: list[int], arm: str, can_unpair: bool) -> str:
+    return f"{_seeds(seeds)} left out: {arm} has no such run{UNPAIRED_HINT * can_unpair}"
+
+
 def _run_not_finished(run: str, status: str) -> str:
     state = "its directory is missing" if status == "missing" else status
     return f"{run} is not finished ({state}); launch with --resume"
@@ -149,6 +153,7 @@ def _first_step_not_recorded(recorded: list[str]) -> str:
 VALIDITY: dict[Code, Message] = {
     Code.NO_SHARED_SEED: _no_shared_seed,
     Code.UNPAIRED_SEEDS: _unpaired_seeds,
+    Code.SEEDS_NOT_SHARED: _seeds_not_shared,
     Code.BASELINE_FAILED: "{runs:first} failed ({failure}), and without its baseline a seed cannot be "
     "compared; fix the cause and launch with --resume",
     Code.RERUN_FAILED: "{runs:first} failed ({failure}), so the noise floor rests on fewer baseline reruns "

@@ -8,12 +8,16 @@ from abrun.messages.message import Message
 from abrun.messages.numbers import (
     SCORES_TEXT,
     arm_texts,
+    count_text,
     deviation_text,
     direction_text,
     interval_text,
+    more_text,
+    percent_text,
     ratio_text,
 )
 
+MAX_NAMED = 6  # metrics in a sentence
 _OPEN_GUARDS = {
     "baseline too": "the baseline exceeds the limit as well, which rules out a match",
     "open": "seed noise alone could explain this, but it rules out a match",
@@ -59,11 +63,12 @@ class _StepOneOpen(_StepOneDiffers):
         return f"{super().__str__()}; the cause may be rounding or a fault"
 
 
-class _RewardRedefined(_StepOneDiffers):
-    """The first reward differs, and nothing else."""
+class _MetricRedefined(_StepOneDiffers):
+    """One metric differs, and not the training."""
 
     def __str__(self) -> str:
-        return f"{super().__str__()}; another definition of {self.metric}, for its components agree"
+        definition = f"another definition of {self.metric}, not another training"
+        return f"{super().__str__()}; {definition}: the other metrics agree"
 
 
 def _guard_open(guard: str, reason: str, result: str) -> str:
@@ -111,17 +116,47 @@ def _ratio_at_each_step(metric, arm, baseline, ratio, steps, pairs, constant) ->
     )
 
 
-def _other_metrics(apart: Mapping[str, float], alike: Sequence[str]) -> str:
-    clauses = []
-    if apart:
-        differences = ", ".join(f"{metric} {difference:+.3g}" for metric, difference in apart.items())
-        clauses.append(
-            f"difference detected in: {differences} (each tested at the 90 % level, so one in ten "
-            "differs by chance)"
-        )
-    if alike:
-        clauses.append(f"no difference detected in: {', '.join(alike)}")
-    return "; ".join(clauses)
+def _other_metrics(apart: Mapping[str, float], num_metrics: int, rate: float, of_steps: bool) -> str:
+    """Metrics that differ, the least probable by chance first."""
+    others = count_text(num_metrics, "other metric")
+    qualifier = f"false discovery rate {percent_text(rate)}"
+    if not apart:
+        return f"{others}: no difference detected ({qualifier})"
+    if of_steps:
+        qualifier = f"beside the noise from step to step, {qualifier}; seeds may differ as much"
+    names = [f"{metric} {difference:+.3g}" for metric, difference in apart.items()][:MAX_NAMED]
+    return (
+        f"{len(apart)} of {others} differ{'s' * (len(apart) == 1)}: "
+        f"{', '.join(names)}{more_text(len(apart) - len(names))} ({qualifier})"
+    )
+
+
+def _far_apart(levels: Mapping[str, Sequence[float]], spikes: Mapping[str, Sequence[float]]) -> str:
+    """Metrics without a claim; the baseline's value comes first."""
+    texts = [f"{metric} {base:.3g} and {treated:.3g}" for metric, (base, treated) in levels.items()]
+    texts += [
+        f"{metric} spikes to {base:.3g} and {treated:.3g}" for metric, (base, treated) in spikes.items()
+    ]
+    return f"far apart, without a claim: {', '.join(texts[:MAX_NAMED])}{more_text(len(texts) - MAX_NAMED)}"
+
+
+def _left_out_of_metrics(
+    metrics: Sequence[str],
+    remaining: Sequence[int],
+    paired: bool,
+    run: str,
+    covered: Sequence[int] | None,
+    step: int | None,
+) -> str:
+    """A run does not count for some metrics."""
+    names = ", ".join(metrics[:MAX_NAMED]) + more_text(len(metrics) - MAX_NAMED)
+    rest = count_text(remaining[0], "pair") if paired else f"{remaining[0]} and {remaining[1]} runs"
+    problem = f"not recorded in {run}"
+    if covered:
+        problem = f"{run} has only steps {covered[0]}-{covered[1]}"
+    elif step is not None:
+        problem = f"{run} is not finite at step {step}"
+    return f"{names}: {problem}; {rest} remain{'s' * (rest == '1 pair')}"
 
 
 def _no_shared_metric(baseline: Sequence[str], treatment: Sequence[str], unread: str | None) -> str:
@@ -148,7 +183,7 @@ MESSAGES: dict[Code, Message] = {
     Code.MORE_FAULTS: "and {num} more of this kind",
     Code.STEP_ONE_DIFFERS: _StepOneDiffers,
     Code.STEP_ONE_OPEN: _StepOneOpen,
-    Code.REWARD_REDEFINED: _RewardRedefined,
+    Code.METRIC_REDEFINED: _MetricRedefined,
     Code.GUARD_FAILS: "guard {guard} fails: {reason}",
     Code.GUARD_OPEN: _guard_open,
     Code.ONE_RUN_EACH: "one run of each arm: the difference may be seed noise, so nothing is tested",
@@ -158,6 +193,8 @@ MESSAGES: dict[Code, Message] = {
     Code.DESCRIBED: _described,
     Code.RATIO_AT_EACH_STEP: _ratio_at_each_step,
     Code.OTHER_METRICS: _other_metrics,
+    Code.FAR_APART: _far_apart,
+    Code.LEFT_OUT_OF_METRICS: _left_out_of_metrics,
     Code.NO_SHARED_METRIC: _no_shared_metric,
     Code.MARGIN_OFFERED: _margin_offered,
 }

@@ -31,6 +31,7 @@ from abrun.verdict.validity import Coverage
 from abrun.verdict.verdict_file import VerdictFile
 
 MAX_LEVELS = 2  # per arm; the page has all
+MAX_PARAGRAPHS = 3  # treatments that have their own lines
 MAX_METRICS = 6  # rows of a table without a claim, on the terminal and in Markdown; the page has all
 
 
@@ -55,14 +56,19 @@ def evidence_lines(content: VerdictFile) -> Iterator[tuple[str, str]]:
 def short_lines(content: VerdictFile) -> Iterator[tuple[str, str]]:
     """Yield the lines that a reader of the verdict needs: what did not pass, and in a word what did."""
     several, passes = len(content.arms) > 1, ""
+    has_many = len(content.arms) > MAX_PARAGRAPHS
+    arms_of: dict[tuple[str, str, str], list[str]] = {}  # of many arms, those that have the same line
     for arm, section in content.arms.items():
         lines = list(_arm_lines(content, arm, section))
         passes = ", ".join(line.passed for line in lines if line.passed)
-        if several:
-            yield arm, "; ".join(filter(None, (section.verdict, passes and f"passed: {passes}")))
-        for line in lines:
-            if line.is_main and not line.passed:
-                yield f"{arm}, {line.label}" if several else line.label, line.text
+        state = "; ".join(filter(None, (section.verdict, passes and f"passed: {passes}")))
+        rows = [("", state)] * several
+        rows += [(line.label, line.text) for line in lines if line.is_main and not line.passed]
+        for label, text in rows:
+            arms_of.setdefault((arm * (not has_many), label, text), []).append(arm)
+    for (_, label, text), arms in arms_of.items():
+        name = arms[0] if len(arms) == 1 else f"{len(arms)} arms"
+        yield ", ".join(filter(None, (name * several, label))), text
     if faults := content.select("injected fault"):
         yield "sensitivity", caught_sentence(faults, paired=content.paired)
     for guess in content.guessed:

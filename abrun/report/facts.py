@@ -21,6 +21,12 @@ from abrun.verdict.results import ClaimResult
 from abrun.verdict.sensitivity import check_signal
 from abrun.verdict.verdict_file import VerdictFile, values_of
 
+# Reasons that name the runs which make a comparison invalid
+_CODES_OF_RUNS = (
+    *(Code.METRIC_MISSING, Code.STEPS_MISSING, Code.TEXT_VALUES, Code.BASELINE_NOT_FINITE),
+    *(Code.RUN_UNREADABLE, Code.RUN_NOT_FINISHED, Code.BASELINE_FAILED, Code.UNPAIRED_BASELINE_FAILED),
+    *(Code.RUNS_EXCHANGED, Code.RUN_COPIED),
+)
 ENGINE_ERRORS = (TOKEN_MULT_PROB_ERROR, GEN_KL_ERROR)
 
 
@@ -144,8 +150,22 @@ class Facts:
         return check_signal(sides, REWARD, may_repeat=True) if min(sides.sizes) else None
 
     @cached_property
+    def redefined_metrics(self) -> set[str]:
+        """Metrics that step one shows to be defined otherwise in a treatment."""
+        return {check["metric"] for check in self.content.select("step one") if check.result == "redefined"}
+
+    @cached_property
     def claimable(self) -> Evidence | None:
-        return find_claimable_metric(self.experiment)
+        return self._claimable if isinstance(self._claimable, Evidence) else None
+
+    @property
+    def claim_problem(self) -> Reason | None:
+        """The reason why no claim could be tested on these runs; None if one could, or if it is unknown."""
+        return self._claimable if isinstance(self._claimable, Reason) else None
+
+    @cached_property
+    def _claimable(self) -> Evidence | Reason | None:
+        return find_claimable_metric(self.experiment, self.redefined_metrics)
 
     @cached_property
     def testable_claims(self) -> list[Claim]:
@@ -160,7 +180,10 @@ class Facts:
         """Claims to make instead, if some declared ones cannot be tested with any number of seeds."""
         if not self.has_untestable_claims:
             return []
-        return self.testable_claims or ([build_claim(self.claimable)] if self.claimable else [])
+        has_all_runs = self.claimable and not self.claimable["left_out"]
+        return self.testable_claims or (
+            [build_claim(self.claimable)] if self.claimable and has_all_runs else []
+        )
 
     # --- shared seeds ---
 
@@ -187,6 +210,16 @@ class Facts:
     def unfinished_runs(self) -> list[RecordedRun]:
         runs = self.experiment.runs.values()
         return [run for run in runs if not run.finished and not run.thinned]
+
+    @cached_property
+    def excludable_runs(self) -> list[str]:
+        """The runs without which the comparison may be valid; none if they are more than half of an arm."""
+        values = values_of(self.content, *_CODES_OF_RUNS)
+        runs = {run for found in values for run in (found.get("runs") or [found.get("run")]) if run}
+        arms = [
+            [str(run) in runs for run in self.experiment.arm(arm).values()] for arm in self.experiment.arms
+        ]
+        return sorted(runs) if all(2 * sum(named) <= len(named) > 1 for named in arms) else []
 
     @property
     def has_misplaced_runs(self) -> bool:

@@ -3,7 +3,7 @@
 import math
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -123,6 +123,11 @@ def after_mismatch(facts: Facts) -> Iterator[NextStep]:
 
 
 def after_mismatch_of_others(facts: Facts) -> Iterator[NextStep]:
+    if facts.redefined_metrics and facts.claimable:
+        text = f"Claim a metric that both arms define alike ({origin_of_margin(facts)})"
+        claimed = with_claims(facts.experiment, [build_claim(facts.claimable)])
+        yield NextStep(text, f"{COMPARE}{claim_options(claimed)}")
+        return
     if facts.failed_checks and not (facts.failed_guards or facts.failed_claims):
         text = "If the arms saw different prompts, step one is meaningless: leave it out"
         yield NextStep(text, f"{COMPARE} --no-step-one")
@@ -175,7 +180,7 @@ def while_unclaimed(facts: Facts) -> Iterator[NextStep]:
     if runs_needed is not None or not has_several_runs:
         text = f"Declare a margin that you accept ({origin_of_margin(facts)}), and test it on "
         text += "fresh seeds"
-        if has_several_runs:
+        if has_several_runs and not description["detected"]:
             text += f": {num_pairs} {sample_unit(paired=description['paired'])} {WITH_POWER}, if {EQUAL_ARMS}"
         yield on_fresh_seeds(text, claimed, num_pairs)
     if has_several_runs:
@@ -206,7 +211,7 @@ def while_open_with_reference(facts: Facts) -> Iterator[NextStep]:
         text = f"Train the remaining seeds of the reference, too ({seeds_left[0]}), then compare again"
         yield NextStep(text, f"{launch}{COMPARE}")
     elif facts.has_untestable_claims:
-        yield NextStep(FIX, COMPARE)
+        yield repair(facts)
     else:
         yield on_fresh_seeds("Train more pairs to narrow the interval", facts.experiment)
 
@@ -223,10 +228,12 @@ def after_description_of_others(facts: Facts) -> Iterator[NextStep]:
         text = f"Claim that they agree within a margin that you accept ({origin_of_margin(facts)})"
         claimed = with_claims(facts.experiment, [build_claim(facts.claimable)])
         unpaired = "" if facts.content.paired else UNPAIRED
-        yield NextStep(text, f"{COMPARE}{unpaired}{claim_options(claimed)}")
+        lacking = [reason["run"] for reason in facts.claimable["left_out"]]
+        yield NextStep(text, f"{COMPARE}{unpaired}{exclude_options(lacking)}{claim_options(claimed)}")
     elif not facts.content.claims:
-        text = "No metric of these runs could show a difference: log what they learn, or train longer"
-        yield NextStep(text, COMPARE)
+        why = f" ({sentence(facts.claim_problem)})" if facts.claim_problem else ""
+        text = f"No claim could be tested on these runs{why}: log what they learn, or train others"
+        yield NextStep(text, "abrun compare NEW NEW")
     if max(facts.content.select("description")[0]["num_runs"]) == 1:
         yield train_two_each(facts)
 
@@ -236,7 +243,7 @@ def while_unclaimed_of_others(facts: Facts) -> Iterator[NextStep]:
     if facts.waiting_arms:
         yield reach_next_analysis(facts)
     elif any(run.unread for run in facts.experiment.runs.values()):
-        yield NextStep(FIX, COMPARE)
+        yield repair(facts)
     else:
         yield NextStep("Map metrics that mean the same", f"{COMPARE} --alias train/reward=NAME")
 
@@ -252,7 +259,7 @@ def while_open_of_others(facts: Facts) -> Iterator[NextStep]:
     if facts.waiting_arms:
         yield reach_next_analysis(facts)
     elif facts.has_untestable_claims:
-        yield NextStep(FIX, COMPARE)
+        yield repair(facts)
     elif not facts.undecided_claims:
         yield on_fresh_seeds("Decide it with fresh seeds", facts.experiment)
     else:
@@ -268,7 +275,7 @@ def after_one_arm(facts: Facts) -> Iterator[NextStep]:
     metrics = content.select("seed noise")
     is_level_open = any(claim.result == "undecided" for claim in content.claims)
     if content.verdict == "INVALID":
-        yield NextStep(FIX, COMPARE)
+        yield NextStep(FIX, "abrun compare NEW")
     elif is_level_open or all(noise["gap"] is None or len(noise["levels"]) < 3 for noise in metrics):
         text = "Train at least two more runs of this arm with other seeds, then measure again"
         yield NextStep(text, COMPARE)
@@ -293,7 +300,7 @@ def after_invalid(facts: Facts) -> Iterator[NextStep]:
         yield replace_claims(facts)
     # No change of the recipe repairs directories that were swapped or copied.
     if facts.has_misplaced_runs:
-        yield NextStep(FIX, COMPARE)
+        yield repair(facts)
         return
     yield NextStep(
         "Fix what makes the comparison invalid (in the recipe, or with --set), then check the plan with a "
@@ -314,7 +321,7 @@ def after_invalid_of_others(facts: Facts) -> Iterator[NextStep]:
     elif no_shared_step_reason([*facts.experiment.runs.values()]):
         text = "If another column has the steps of all runs, name it"
         yield NextStep(text, f"{COMPARE} --step-column NAME")
-    yield NextStep(FIX, COMPARE)
+    yield repair(facts)
 
 
 # --- steps and sentences of several situations ---
@@ -322,10 +329,20 @@ def after_invalid_of_others(facts: Facts) -> Iterator[NextStep]:
 TRAIN_IN_FLOAT32 = (
     "Train one step in float32, where rounding errors stay below 1e-4, to tell rounding from a fault"
 )
-FIX = "Fix what makes the comparison invalid and compare again"
+FIX = "Repair the runs that the reasons name, then compare the repaired ones"
 MORE_OF_NEW = "For a verdict, train at least two more runs of the arm that has one"
 EQUAL_ARMS = "the arms are truly equal"
 WITH_POWER = f"give 80 % power {AT_OBSERVED}"
+
+
+def repair(facts: Facts) -> NextStep:
+    """Leave out the runs that make the comparison invalid, if pairs remain; or else compare others."""
+    if facts.experiment.regression:
+        return NextStep(FIX, COMPARE_WITH_REFERENCE)
+    if runs := facts.excludable_runs:
+        noun = "run" if len(runs) == 1 else "runs"
+        return NextStep(f"Leave out the {noun} that the reasons name", f"{COMPARE}{exclude_options(runs)}")
+    return NextStep(FIX, f"abrun compare NEW NEW{claim_options(facts.experiment)}")
 
 
 def on_fresh_seeds(text: str, experiment: RecordedExperiment, num_pairs: int | None = None) -> NextStep:
@@ -333,7 +350,9 @@ def on_fresh_seeds(text: str, experiment: RecordedExperiment, num_pairs: int | N
 
     The text says how to get the runs, if the command does not.
     """
-    first_seed = 1 + max((seed for arm in experiment.arms for seed in experiment.arm(arm)), default=-1)
+    unselected = [int(seed) for run in experiment.unselected for seed in re.findall(r"/seed-(\d+)", run)]
+    seeds = [name.seed for runs in (experiment.runs, experiment.controls) for name in runs]
+    first_seed = 1 + max([*seeds, *unselected], default=-1)
     count = num_pairs or max([1, *(len(experiment.arm(arm)) for arm in experiment.treatments)])
     seeds = f"{first_seed}-{first_seed + count - 1}"
     if experiment.regression:
@@ -444,13 +463,17 @@ def pairs_that_decide(facts: Facts) -> tuple[str, int | None]:
         return f"This margin takes more than 1000 {unit}", None
 
     count = max(needed)
+    observed = [claim.power.pairs_needed_observed for claim in undecided]
+    if_differing = None if None in observed else max(filter(None, observed), default=None)
+    differing = [claim for claim in undecided if claim.estimate.detected and claim.claim.kind != "better"]
+    if differing and if_differing:  # not equal, so that equal arms are no plan
+        return f"{if_differing} {unit} {WITH_POWER}, if they differ as they do here", if_differing
     gains = [planned_improvement(claim) for claim in undecided if claim.claim.kind == "better"]
     truths = [EQUAL_ARMS] * (len(gains) < len(undecided))
     if gains:
         truths.append(f"the true gain is {' or '.join(sorted({f'{gain:.3g}' for gain in gains}, key=float))}")
     text = f"{count} {unit} {WITH_POWER}, if {' or '.join(truths)}"
-    if_differing = max(claim.power.pairs_needed_observed or math.inf for claim in undecided)
-    if count < if_differing < math.inf:
+    if if_differing and count < if_differing:
         text += f" ({if_differing}, if they differ as they do here)"
     return text, count
 
@@ -486,6 +509,10 @@ def origin_of_margin(facts: Facts) -> str:
 
 
 # --- commands ---
+
+
+def exclude_options(runs: Iterable[str]) -> str:
+    return "".join(f" --exclude {shlex.quote(run)}" for run in dict.fromkeys(runs))
 
 
 def plan_command(experiment: RecordedExperiment) -> str:

@@ -3,6 +3,7 @@
 The same runs give the same bytes: no file has the date of the report.
 """
 
+import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain
@@ -16,7 +17,7 @@ from rich.text import Text
 from abrun.errors import ComparisonError, StoreError
 from abrun.logs.recorded.claim_tests import STAMP_FILE, ClaimTest, read_claim_tests
 from abrun.logs.recorded.experiment import RecordedExperiment
-from abrun.messages import sentence, sentences
+from abrun.messages import sentences
 from abrun.messages.codes import Code
 from abrun.messages.numbers import (
     certified_text,
@@ -27,6 +28,7 @@ from abrun.messages.numbers import (
 )
 from abrun.recipe.experiment import BASELINE
 from abrun.recipe.extras import missing_package
+from abrun.report.arms import arms_table, has_many_arms, short_reasons
 from abrun.report.context import Context, make_context, verdict_qualifiers
 from abrun.report.evidence import ALONE_NOTE, evidence_lines, evidence_tables, short_lines, treatment_name
 from abrun.report.next_step import NextStep
@@ -152,11 +154,11 @@ def unique_slugs(metrics: Iterable[str]) -> dict[str, str]:
 def render_markdown(content: VerdictFile, report_context: Context, images: Sequence[str]) -> str:
     """Return a Markdown page: verdict, next commands and tables; the rest and the figures are folded."""
     lines = [f"# {escape_markdown(_headline(content))}", ""]
-    lines += [f"- {escape_markdown(sentence(reason))}" for reason in content.reasons]
+    lines += [f"- {escape_markdown(text)}" for text in short_reasons(content)]
     steps = report_context.next_steps
     lines += [""] * bool(steps)
     lines += [f"**next**: {escape_markdown(step.text)}: {code_span(step.command)}  " for step in steps]
-    for table in _make_tables(content):
+    for table in _make_tables(content, is_short=has_many_arms(content)):
         lines += ["", *table.to_markdown()]
     folded = [escape_markdown(_comparison_note(content)), "", *_fact_items(content, report_context)]
     figures = [f"![{name.rsplit('.', 1)[0]}]({name})" for name in images]
@@ -180,14 +182,28 @@ def _fact_items(content: VerdictFile, report_context: Context) -> list[str]:
     return items
 
 
-def _make_tables(content: VerdictFile) -> list[Table]:
-    """Return the tables of claims and of what stands in their place, each only if it has rows."""
+def _make_tables(content: VerdictFile, *, is_short: bool) -> list[Table]:
+    """Return the tables of claims and of what stands in their place, each only if it has rows.
+
+    `is_short`: a row an arm, the lowest difference first.
+    """
     has_several_arms, tables = len(content.arms) > 1, []
-    if content.claims:
-        rows = [[claim.arm] * has_several_arms + claim_cells(claim) for claim in content.claims]
+    claims = content.claims
+    if is_short:
+        claims = sorted(claims, key=lambda claim: (claim.claim.metric, _size(claim)))
+        if not claims and (table := arms_table(content)):
+            return [table]
+    if claims:
+        rows = [[claim.arm] * has_several_arms + claim_cells(claim) for claim in claims]
         titles = columns(*["arm"] * has_several_arms, *claim_columns(content), fold=True)
         tables.append(Table(titles, rows, optional=("certified bound", "steps", "window", "pairs", "runs")))
     return [*tables, *chain(*evidence_tables(content).values())]
+
+
+def _size(claim: ClaimResult) -> float:
+    """Return what a claim's row is sorted by: its difference, or the level or ratio that is limited."""
+    sizes = (claim.estimate.mean_difference, claim.estimate.limited)
+    return next((size for size in sizes if size is not None), math.inf)
 
 
 def _comparison_note(content: VerdictFile) -> str:
@@ -281,7 +297,8 @@ def render_terminal(
     warnings = {warning.code for claim in content.claims for warning in claim.warnings}
     is_wide = content.verdict in PASSING and Code.MARGIN_WIDE_OF_CLIMB in warnings
     color = "yellow" if is_wide else VERDICT_COLORS[content.verdict]
-    tables = _make_tables(content)
+    is_short = has_many_arms(content) and not verbose
+    tables = _make_tables(content, is_short=is_short)
     renderables: list[RenderableType] = [*tables]
     note = _comparison_note(content) if verbose else _direction_note(content)
     if tables and note:
@@ -290,7 +307,8 @@ def render_terminal(
     renderables.append(_label_rows(lines))
 
     title = Text(display_safe(_headline(content)), style=f"bold {color}")
-    reasons = Text("\n".join(map(display_safe, sentences(content.reasons))))
+    texts = short_reasons(content) if is_short else sentences(content.reasons)
+    reasons = Text("\n".join(map(display_safe, texts)))
     renderables.append(Panel(reasons, title=title, title_align="left", border_style=color))
 
     shown_steps = next_steps if verbose else next_steps[:1]

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import special
 
 from abrun.stats.series import Array, Series
 
@@ -160,3 +161,40 @@ def _robust_sd(changes: Array) -> Array:
     """Return the median absolute deviation [R, 1], scaled to the standard deviation of normal values."""
     middle = np.median(changes, axis=-1, keepdims=True)
     return 1.4826 * np.median(np.abs(changes - middle), axis=-1, keepdims=True)
+
+
+_NUM_BATCHES = 5  # with more, noise that lasts over steps counts as several independent batches
+_MAX_PERSISTENCE = 0.99
+
+
+def level_shift_p(differences: Array) -> Array:
+    """Return a two-sided p that curves of differences [..., S] have the mean 0; 1 for fewer than 10 steps.
+
+    The noise is that from step to step, not that of seeds. Neighbouring steps resemble each other, so the
+    larger p of two t-tests counts: of the means of five batches of steps (Law and Carson 1979,
+    doi:10.1287/opre.27.5.1011), and of S (1 - r) / (1 + r) effective steps, where r is the lag-1
+    autocorrelation: its upper 95 % bound, corrected for its bias (Kendall 1954,
+    doi:10.1093/biomet/41.3-4.403), because few steps underrate it.
+    """
+    num_steps = differences.shape[-1]
+    if num_steps < MIN_STEPS:
+        return np.ones(differences.shape[:-1])
+    length = num_steps // _NUM_BATCHES
+    recent = differences[..., num_steps - _NUM_BATCHES * length :]
+    batches = recent.reshape(*differences.shape[:-1], _NUM_BATCHES, length).mean(axis=-1)
+    batch_error = batches.std(axis=-1, ddof=1) / np.sqrt(_NUM_BATCHES)
+
+    mean = differences.mean(axis=-1)
+    centred = differences - mean[..., None]
+    squares = (centred**2).sum(axis=-1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        lag_1 = (centred[..., 1:] * centred[..., :-1]).sum(axis=-1) / squares
+        upper = lag_1 + (1 + 3 * lag_1) / num_steps + 1.645 * np.sqrt((1 - lag_1**2) / num_steps)
+        lag_1 = np.clip(np.nan_to_num(upper), 0.0, _MAX_PERSISTENCE)
+        num_effective = np.maximum(num_steps * (1 - lag_1) / (1 + lag_1), 2.0)
+        error = np.sqrt(squares / (num_steps - 1) / (num_effective - 1))
+        p_values = [
+            2 * special.stdtr(_NUM_BATCHES - 1, -np.abs(batches.mean(axis=-1)) / batch_error),
+            2 * special.stdtr(num_effective - 1, -np.abs(mean) / error),
+        ]
+    return np.where(squares > 0, np.fmax(*p_values), np.where(mean == 0, 1.0, 0.0))

@@ -11,12 +11,13 @@ from collections.abc import Callable
 from functools import cache
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from scipy import special
 
 from abrun.stats.equivalence import ALPHA
 from abrun.stats.one_sided import one_sided_power
 from abrun.stats.power import TARGET_POWER, power_at
+from abrun.stats.series import Array
 
 _NUM_SAMPLES = 40_000  # simulated normal samples
 _ITERATIONS = 60  # of a bisection
@@ -116,3 +117,15 @@ def _between_shares(samples: np.ndarray) -> np.ndarray:
     sums = centred.cumsum(axis=1)[:, 1:-2]
     between = sums**2 * (1 / counts + 1 / (size - counts))
     return between / (centred**2).sum(axis=1, keepdims=True)
+
+
+MAX_MODIFIED_Z = 3.5  # Iglewicz and Hoaglin (1993), How to Detect and Handle Outliers
+
+
+def find_outliers(values: Array, errors: Array) -> NDArray[np.bool_]:
+    """Return which values [N] are far from the median, beside their median distance and beyond their error.
+
+    The modified z score is 0.6745 |x - median| / MAD, which half of the values cannot move.
+    """
+    distances = np.abs(values - np.median(values))
+    return (0.6745 * distances > MAX_MODIFIED_Z * np.median(distances)) & (distances > errors)

@@ -29,6 +29,7 @@ from abrun.verdict.description import (
 )
 from abrun.verdict.divergence import measure_divergence
 from abrun.verdict.evidence import Evidence, Kind, select_evidence
+from abrun.verdict.far_apart import far_apart_reason
 from abrun.verdict.final_weights import compare_final_weights
 from abrun.verdict.guards import (
     check_guards,
@@ -236,6 +237,8 @@ def judge_arm(
     # All runs: a failure after this analysis still counts.
     sides, pairs, compare = experiment.sides(arm), experiment.pairs(arm), experiment.compare
     invalid = invalid_reasons(experiment, arm, analysis.num_pairs, claims)
+    left_out = [reason for reason in invalid if reason.code == Code.SEEDS_NOT_SHARED]
+    invalid = [reason for reason in invalid if reason not in left_out]
     savings = measure_savings(arm, sides)
     windows = [(result.claim.metric, result.claim.steps) for result in results if result.claim.steps]
     test_alpha = analysis.alpha_guards / count_tests(compare)
@@ -258,8 +261,14 @@ def judge_arm(
         baseline_arm=experiment.baseline,
         require=compare.require,
     )
+    if described and verdict == "INVALID" and not (claims or experiment.launched_compare_sha256):
+        # Nothing is decided, so that the rest can be described
+        verdict, reasons = "INCONCLUSIVE", [*reasons, Code.NOTHING_CLAIMED()]
     if described or not (claims or experiment.launched_compare_sha256):
         verdict, reasons = _add_description_reasons(experiment, sides, described, verdict, reasons)
+    reasons += left_out
+    if verdict in PASSING and (far_apart := far_apart_reason(sides, _claimed_metrics(sides, claims))):
+        reasons.append(far_apart)
     reasons += [Code.PROMPTS_AS_UNITS()] if has_prompts_as_units(sides) else []
     if verdict == "INVALID":  # INVALID runs keep their numbers, but no claim is tested
         results = [replace(result, result="not tested") for result in results]

@@ -2,12 +2,13 @@
 
 With one run of each arm, no test can separate the treatment's effect from seed noise. With several runs,
 the confidence interval of the difference shows what could be claimed. The suggested margin depends on the
-baseline alone.
+baseline alone. The other metrics that differ are found at a false discovery rate, over all of them.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -34,12 +35,15 @@ from abrun.runs.metric_names import (
     metric_unit,
     metrics_with_role,
 )
+from abrun.stats.curves import MIN_STEPS, level_shift_p
 from abrun.stats.equivalence import TostResult, equivalence_test, sd_with_resolution
+from abrun.stats.many_tests import benjamini_hochberg
 from abrun.stats.power import pairs_needed, welch_dof_per_run
 from abrun.stats.series import Array, in_window, window_bounds
-from abrun.stats.step_ratio import is_factor, ratio_at_each_step
+from abrun.stats.step_ratio import ROUNDING, is_factor, ratio_at_each_step
 from abrun.verdict.claims import judge_equivalence
 from abrun.verdict.evidence import Evidence
+from abrun.verdict.grids import find_gap, majority_grid
 from abrun.verdict.margins import resolve_margin
 from abrun.verdict.results import SampleUnit, detect
 from abrun.verdict.summaries import (
@@ -50,7 +54,9 @@ from abrun.verdict.summaries import (
     spread_values,
 )
 
-MAX_OTHER_METRICS = 12  # first metrics with a learning direction, then step one's
+MAX_OTHER_METRICS = 12  # of one arm alone: first metrics with a learning direction, then step one's
+MAX_DESCRIBED = 200  # of more metrics, those whose curves differ most beside their noise
+FALSE_DISCOVERY_RATE = 0.1  # of the other metrics that are said to differ (Benjamini and Hochberg 1995)
 SHARE_OF_CLIMB, SHARE_OF_LEVEL = 0.1, 0.05  # suggested margin as a share of the baseline
 MAX_RATIOS = 3  # reasons about ratios
 MIN_MARGIN_BASE = 1e-300  # smallest level or climb that a margin is derived from
@@ -68,35 +74,88 @@ def describe_metrics(experiment: RecordedExperiment, arm: str, claims: Sequence[
         return []
     windows = {claim.metric: claim.window for claim in claims}
     unclaimed = [metric for metric in rank_metrics(sides) if metric not in windows]
-    metric_windows = windows | dict.fromkeys(unclaimed[:MAX_OTHER_METRICS], default_window(sides))
+    chosen = _most_unusual(sides, unclaimed)
+    windows |= dict.fromkeys(chosen, default_window(sides))
     declared = experiment if claims or launched else None
-    described = (
-        _describe_metric(arm, sides, metric, window, declared) for metric, window in metric_windows.items()
-    )
-    return [description for description in described if description]
+    described = (_describe_metric(arm, sides, metric, window, declared) for metric, window in windows.items())
+    rows = [row for row in described if row]
+    if not rows:
+        return []
+    leading, *others = rows
+    # The first metric is the question; the others are a search, so that their number counts
+    p_values = [*(row["p"] for row in others), *[1.0] * (len(unclaimed) - len(chosen))]
+    found = [
+        replace(row, values={**row.values, "p_adjusted": p_adjusted, "num_metrics": len(p_values)})
+        for row, p_adjusted in zip(others, benjamini_hochberg(p_values), strict=False)
+    ]
+    claimed = [row for row in found if row["metric"] in [claim.metric for claim in claims]]
+    searched = [row for row in found if row not in claimed]
+    # A saving of memory, which has no noise, is often what the treatment is for
+    searched.sort(key=lambda row: (is_memory(row["metric"]), row["p"]) if is_discovered(row) else (2, 0.0))
+    return [leading, *claimed, *searched]
 
 
-def find_claimable_metric(experiment: RecordedExperiment) -> Evidence | None:
-    """Return the first metric for which the first treatment's runs could have shown a sensible difference.
+def is_discovered(row: Evidence) -> bool:
+    """Return whether a metric other than the first is said to differ."""
+    return row["p_adjusted"] is not None and row["p_adjusted"] <= FALSE_DISCOVERY_RATE
 
-    The margin is in the metric's own units.
+
+def _most_unusual(sides: Sides, metrics: Sequence[str]) -> list[str]:
+    """Return at most MAX_DESCRIBED of the ranked metrics: the first, and those whose mean curves differ most.
+
+    The noise from step to step is a measure of all metrics at once, which that of seeds is not.
     """
-    arm = experiment.treatments[0]
-    sides = experiment.sides(arm).finished
-    if min(sides.sizes) == 0:
-        return None
-    for metric in rank_metrics(sides)[:MAX_OTHER_METRICS]:
-        if metric in (MEMORY_PEAK, FINAL_WEIGHTS):  # these names have a special meaning in a claim
+    if len(metrics) <= MAX_DESCRIBED:
+        return list(metrics)
+    unusual = dict.fromkeys(metrics, 1.0)
+    for metric in metrics:
+        curves = [[run.series(metric).values for run in runs] for runs in sides.arms]
+        if len({len(curve) for arm in curves for curve in arm}) == 1:
+            p_value = float(level_shift_p(np.mean(curves[1], axis=0) - np.mean(curves[0], axis=0)))
+            unusual[metric] = 1.0 if math.isnan(p_value) else p_value
+    chosen = {metrics[0], *sorted(metrics, key=unusual.__getitem__)[: MAX_DESCRIBED - 1]}
+    return [metric for metric in metrics if metric in chosen]
+
+
+def find_claimable_metric(
+    experiment: RecordedExperiment, redefined: Collection[str] = ()
+) -> Evidence | Reason | None:
+    """Return the first metric for which some treatment's runs could have shown a sensible difference.
+
+    The margin is in the metric's own units. A `redefined` metric measures something else in each arm. Without
+    any such metric: why the first one shows nothing; None if nothing could be described.
+    """
+    first_problem = None
+    for arm in experiment.treatments:
+        all_sides = experiment.sides(arm).finished
+        if min(all_sides.sizes) == 0:
             continue
-        description = _describe_metric(arm, sides, metric, default_window(sides), experiment)
-        if description is None or description["margin"] is None or default_transform(metric) != "identity":
-            continue
-        claim = build_claim(description)
-        margin = resolve_margin(claim, None)
-        units, grid = select_units(sides, metric), experiment.metric_steps(metric)
-        if judge_equivalence(arm, units, claim, margin, grid, may_repeat=True).problem is None:
-            return description
-    return None
+        window = default_window(all_sides)
+        for metric in rank_metrics(all_sides)[:MAX_DESCRIBED]:
+            if metric in (
+                MEMORY_PEAK,
+                FINAL_WEIGHTS,
+                *redefined,
+            ):  # the first two mean another thing in a claim
+                continue
+            declared = experiment if experiment.launched_compare_sha256 else None
+            description = _describe_metric(arm, all_sides, metric, window, declared)
+            if description is None or description["margin"] is None:
+                continue
+            grid, (first_step, last_step) = experiment.metric_steps(metric), description["steps"]
+            if (
+                all_sides.axis == "steps" and last_step < grid[-1]
+            ):  # a claim's window ends with the longest run
+                shared_window = {"window": f"steps {first_step}-{last_step}"}
+                description = replace(description, values={**description.values, **shared_window})
+            sides, _ = _select_recorded(all_sides, metric, window)
+            units, claim = select_units(sides, metric), build_claim(description)
+            margin = resolve_margin(claim, None)
+            problem = judge_equivalence(arm, units, claim, margin, grid, may_repeat=True).problem
+            if problem is None and default_transform(metric) == "identity":
+                return description
+            first_problem = first_problem or problem
+    return first_problem
 
 
 def build_claim(description: Evidence) -> Claim:
@@ -126,8 +185,19 @@ def no_shared_metric_reason(sides: Sides) -> Reason:
 
 
 def rank_metrics(sides: Sides) -> list[str]:
-    """Return the metrics of every run that describe the training, first those with a learning direction."""
-    recorded = set.intersection(*({*run.metrics} for run in sides.runs))
+    """Return the metrics that describe the training, first those with a learning direction.
+
+    At least half of the runs of each arm recorded them; a run that did not is left out for that metric.
+    """
+    counts = [Counter(name for run in runs for name in run.metrics) for runs in sides.arms if runs]
+    recorded = [
+        metric
+        for metric in counts[0]
+        if all(
+            2 * count[metric] >= len(runs)
+            for count, runs in zip(counts, filter(None, sides.arms), strict=True)
+        )
+    ]
     informative = (metric for metric in recorded if not (is_clock(metric) or is_counter(metric)))
     return sorted(informative, key=lambda metric: _metric_rank(sides, metric))
 
@@ -161,6 +231,7 @@ def _describe_metric(
     If nothing was declared, the window is taken over the steps at which every run recorded the metric.
     """
     axis, unit = sides.axis, "prompt" if has_prompts_as_units(sides) else "seed"
+    sides, left_out = _select_recorded(sides, metric, window)
     sides = select_units(sides, metric)
     steps, values = stack_runs(sides.runs, metric)
     grid = declared.metric_steps(metric) if declared else steps
@@ -174,12 +245,14 @@ def _describe_metric(
     if not inside.any():
         return None
     first, second = np.split(values[:, inside], [sides.sizes[0]])
+    curves = values[: sides.sizes[0]], values[sides.sizes[0] :]
     baseline, treatment = reduce_arms(first, second, metric, stepwise=sides.share_rollouts)
     distance = np.abs(values[-1] - values[0]) if sides.sizes == (1, 1) else None
     varying = spread_values(first, second, paired=sides.paired)
     step = find_resolution(sides.runs, untransformed_claim(metric), varying)
+    if sides.paired and len(steps) >= MIN_STEPS and not (curves[1] - curves[0]).any():
+        step = 0.0  # a curve that is repeated at every step repeats itself for good reason
     margin, margin_is = _suggest_margin(sides, metric, float(baseline.mean()), last_step)
-    curves = values[: sides.sizes[0]], values[sides.sizes[0] :]
     ratio = ratio_at_each_step(*curves)
     described = {
         "metric": metric,
@@ -196,7 +269,9 @@ def _describe_metric(
         "mean_distance": None if distance is None else float(distance.mean()),
         "largest_distance": None if distance is None else float(distance.max()),
         "largest_at": None if distance is None else int(steps[distance.argmax()]),
-        **_describe_test(sides, unit, (baseline, treatment), margin, step),
+        **_describe_test(sides, unit, (baseline, treatment), margin, step, curves),
+        "p_adjusted": None,  # over the `num_metrics` other metrics (Benjamini-Hochberg); None of the first
+        "num_metrics": 1,
         "margin": margin,  # suggested from the baseline alone; None if the baseline is 0
         "margin_is": margin_is,  # how the margin was derived
         # Geometric mean, minimum and maximum of treatment / baseline over all steps and pairs, if all of
@@ -205,20 +280,52 @@ def _describe_metric(
         # That ratio is nearly constant and explains the treatment better than a shift
         "is_factor": ratio is not None and is_factor(ratio, *curves),
         "num_steps": len(steps),  # that all runs share
+        "left_out": left_out,  # runs that do not count for this metric, each with its reason
     }
     return Evidence(kind="description", arm=arm, values=described)
 
 
+def _select_recorded(sides: Sides, metric: str, window: str) -> tuple[Sides, list[Reason]]:
+    """Return the runs that recorded a window of a metric, and why the others are left out.
+
+    Values that are not finite exclude a run only if others remain.
+    """
+    grid = majority_grid(sides.runs, metric)
+    try:
+        bounds = window_bounds(window, grid, metric) if len(grid) and sides.axis == "steps" else None
+    except ComparisonError:
+        bounds = None
+    problems = [[find_gap(run, metric, bounds) for run in runs] for runs in sides.arms]
+    for ignored in ((), (Code.LEFT_OUT_NOT_FINITE,)):
+        masks = [[problem is None or problem.code in ignored for problem in arm] for arm in problems]
+        usable = sides.select(masks[0], masks[1])
+        if min(usable.sizes):
+            left_out = [problem for arm in problems for problem in arm if problem]
+            return usable, [problem for problem in left_out if problem.code not in ignored]
+    return sides, []
+
+
 def _describe_test(
-    sides: Sides, unit: SampleUnit, arms: tuple[Array, Array], margin: float | None, resolution: float
+    sides: Sides,
+    unit: SampleUnit,
+    arms: tuple[Array, Array],  # [R] one summary per run
+    margin: float | None,
+    resolution: float,
+    curves: tuple[Array, Array],  # [R, S]
 ) -> dict[str, Any]:
-    """Return what an equivalence test says of two arms' values; None for all with one run of each arm."""
+    """Return what an equivalence test says of two arms' values; only a p with one run of each arm."""
+    level = max(np.abs(values).max() for values in curves)
+    is_rounding = bool(np.abs(arms[1].mean() - arms[0].mean()) <= ROUNDING * level)
     if min(sides.sizes) == 1:
-        return dict.fromkeys(("detected", "interval", "certified_bound", "runs_needed"))
+        p_value = float(level_shift_p(curves[1].mean(axis=0) - curves[0].mean(axis=0)))
+        unknown = dict.fromkeys(("detected", "interval", "certified_bound", "runs_needed"))
+        return {"p": 1.0 if is_rounding else p_value, **unknown}
     paired = sides.paired
     test = equivalence_test(*arms, 1.0, resolution=resolution, paired=paired)
     detected = detect(*arms, test.mean_difference, test.interval, paired=paired, unit=unit)
     return {
+        # Two-sided, of no difference; with one run of each arm beside the noise from step to step
+        "p": 1.0 if is_rounding else test.p_difference,
         "detected": detected and asdict(detected),  # None if the interval includes zero
         "interval": test.interval,  # 90 % confidence interval of the difference
         "certified_bound": test.certified_bound,  # smallest margin that would pass now
@@ -264,14 +371,36 @@ def description_reasons(described: Sequence[Evidence], baseline: str) -> list[Re
         runs=main["num_runs"],
         **{name: main[name] for name in shown},
     )
-    tested = [row for row in further if row["interval"] is not None]
-    differing = {row["metric"]: row["difference"] for row in tested if row["detected"]}
-    agreeing = [row["metric"] for row in tested if not row["detected"]]
+    apart = {row["metric"]: row["difference"] for row in further if is_discovered(row)}
     return [
         *_ratio_reasons(described, baseline),
         finding,
-        *([Code.OTHER_METRICS(apart=differing, alike=agreeing)] if differing or agreeing else []),
+        *(
+            Code.OTHER_METRICS(
+                apart=apart,
+                num_metrics=row["num_metrics"],
+                rate=FALSE_DISCOVERY_RATE,
+                of_steps=max(main["num_runs"]) == 1,
+            )
+            for row in further[:1]
+        ),
+        *_left_out_reasons(described),
     ]
+
+
+def _left_out_reasons(described: Sequence[Evidence]) -> Iterator[Reason]:
+    """Yield the runs that do not count, each with the metrics for which they do not."""
+    rows_of: dict[Reason, list[Evidence]] = {}
+    for row in described:
+        for reason in row["left_out"]:
+            rows_of.setdefault(Reason(reason.code, {**reason.values, "metric": ""}), []).append(row)
+    for reason, rows in rows_of.items():
+        yield Code.LEFT_OUT_OF_METRICS(
+            metrics=[row["metric"] for row in rows],
+            remaining=rows[0]["num_runs"],
+            paired=rows[0]["paired"],
+            **{name: reason.values.get(name) for name in ("run", "covered", "step")},
+        )
 
 
 def untransformed_claim(metric: str) -> Claim:

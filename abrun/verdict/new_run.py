@@ -1,26 +1,25 @@
 """One run of an arm against the spread of several runs of the other: is its difference seed noise?"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 
-from abrun.errors import ComparisonError
-from abrun.logs.recorded.experiment import RecordedExperiment, RecordedRun, Sides, union_steps
+from abrun.logs.recorded.experiment import RecordedExperiment, RecordedRun, Sides
 from abrun.messages.codes import Code, Reason
 from abrun.recipe.claims import Claim
 from abrun.runs.metric_names import default_transform
 from abrun.stats.equivalence import ALPHA, holm, mean_and_sd, sd_with_resolution
 from abrun.stats.noise import further_run_p, prediction_half_width
-from abrun.stats.series import Array, Steps, in_window, intersect_steps, window_bounds
 from abrun.verdict.description import (
+    MAX_DESCRIBED,
     MAX_OTHER_METRICS,
     default_window,
     informative_metrics,
     untransformed_claim,
 )
 from abrun.verdict.evidence import Evidence
+from abrun.verdict.grids import majority_grid, select_window
 from abrun.verdict.sensitivity import check_distinct_seeds
 from abrun.verdict.summaries import find_outside_domain, find_resolution, summarize_runs
 
@@ -34,7 +33,10 @@ def has_single_run(experiment: RecordedExperiment, arm: str) -> bool:
 
 
 def measure_new_run(experiment: RecordedExperiment, arm: str, claims: Sequence[Claim]) -> list[Evidence]:
-    """Return the place of a single run among several, first for claimed metrics; empty with other runs."""
+    """Return the place of a single run among several, first for claimed metrics; empty with other runs.
+
+    Three families are corrected: claims, the first metrics by their role, and all others.
+    """
     if not has_single_run(experiment, arm):
         return []
     arms = sorted((experiment.baseline, arm), key=lambda name: len(_finished_runs(experiment, name)))
@@ -48,6 +50,11 @@ def measure_new_run(experiment: RecordedExperiment, arm: str, claims: Sequence[C
     families = (
         [_measure_metric(arm, run, runs, claim, claim.window) for claim in claims],
         [_measure_metric(arm, run, runs, claim, window) for claim in unclaimed[:MAX_OTHER_METRICS]],
+        # A search of its own, whose size takes no power from the first metrics
+        [
+            _measure_metric(arm, run, runs, claim, window)
+            for claim in unclaimed[MAX_OTHER_METRICS:MAX_DESCRIBED]
+        ],
     )
     return [record for family in families for record in _correct_for_multiplicity(family)]
 
@@ -129,7 +136,11 @@ def _without_copies(runs: Sequence[RecordedRun], metric: str) -> tuple[Sequence[
 def new_run_reasons(new_runs: Sequence[Evidence]) -> list[Reason]:
     """Return the sentence on the first metric, and one on the other metrics outside their range."""
     main, *others = (row for row in new_runs if row["num_sds"] is not None or row is new_runs[0])
-    outside = {row["metric"]: row["difference"] for row in others if row["p_holm"] < ALPHA}
+    outside = {
+        row["metric"]: row["difference"]
+        for row in sorted(others, key=lambda row: row["p"])
+        if row["p_holm"] < ALPHA
+    }
     found = ("run", "several", "num_runs", "metric", "transform", "difference", "num_sds")
     finding = Code.NEW_RUN(
         **{name: main[name] for name in found}, p=main["p_holm"], is_outside=main["p_holm"] < ALPHA
@@ -138,76 +149,3 @@ def new_run_reasons(new_runs: Sequence[Evidence]) -> list[Reason]:
     spread = Code.NEW_RUN_RANGE(**{name: main[name] for name in ranged})
     further = [Code.NEW_RUN_ELSEWHERE(apart=outside, num_metrics=len(others))] if others else []
     return [finding, spread, *further, *main["left_out"]]
-
-
-# The runs of an arm that have a whole window, for measurements over runs that may differ in length.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunsInWindow:
-    """The runs that recorded a window with finite values, and why the others did not count."""
-
-    bounds: tuple[int, int] | None
-    runs: list[RecordedRun]
-    steps: Steps  # [W] that all of these runs recorded
-    values: Array  # [R, W]
-    left_out: list[Reason]
-
-
-def majority_grid(runs: Sequence[RecordedRun], metric: str) -> Steps:
-    """Return the steps of a metric up to the last one that more than half of its runs reach.
-
-    A run that died early does not move the window of all others, and neither does one that trained longer.
-    """
-    grids = [run.series(metric).steps for run in runs if len(run.series(metric))]
-    if not grids:
-        return np.empty(0, np.int64)
-    ends = sorted((int(grid[-1]) for grid in grids), reverse=True)
-    steps = union_steps(grids)
-    return steps[steps <= ends[len(ends) // 2]]
-
-
-def select_window(runs: Sequence[RecordedRun], metric: str, window: str, grid: Steps) -> RunsInWindow:
-    """Return the runs that reach both ends of a window on `grid`, with their values at shared steps.
-
-    A run that ends early, or has a NaN in the window, would move the window of all others.
-    """
-    empty = RunsInWindow(
-        bounds=None, runs=[], steps=np.empty(0, np.int64), values=np.empty((0, 0)), left_out=[]
-    )
-    try:
-        bounds = window_bounds(window, grid, metric) if len(grid) else None
-    except ComparisonError:
-        bounds = None
-    if bounds is None:
-        return empty
-    problems = [(run, _find_gap(run, metric, bounds)) for run in runs]
-    usable = [run for run, problem in problems if problem is None]
-    left_out = [problem for _, problem in problems if problem]
-    if not usable:
-        return replace(empty, bounds=bounds, left_out=left_out)
-    shared = intersect_steps(*(run.series(metric).steps for run in usable))
-    shared = shared[in_window(shared, bounds)]
-    values = np.array([run.series(metric).values_at(shared) for run in usable])
-    recorded = union_steps(run.series(metric).steps for run in usable)
-    num_recorded = int(in_window(recorded, bounds).sum())
-    if 2 * len(shared) < num_recorded:
-        left_out.append(
-            Code.FEW_STEPS_IN_COMMON(metric=metric, num_shared=len(shared), num_recorded=num_recorded)
-        )
-    return RunsInWindow(bounds=bounds, runs=usable, steps=shared, values=values, left_out=left_out)
-
-
-def _find_gap(run: RecordedRun, metric: str, bounds: tuple[int, int]) -> Reason | None:
-    """Return why a run does not have the whole window; None if it has."""
-    series, (first_step, last_step) = run.series(metric), bounds
-    values: dict[str, Any] = {"run": str(run), "metric": metric}
-    if not len(series):
-        return Code.LEFT_OUT_UNRECORDED(**values)
-    interval = int(np.diff(series.steps).max()) if len(series) > 1 else 1
-    if series.steps[-1] + interval <= last_step or series.steps[0] - interval >= first_step:
-        return Code.LEFT_OUT_SHORT(
-            **values, covered=[series.steps[0], series.steps[-1]], window=[first_step, last_step]
-        )
-    step = run.first_non_finite(metric, first_step, last_step)
-    return None if step is None else Code.LEFT_OUT_NOT_FINITE(**values, step=step)

@@ -15,6 +15,7 @@ from abrun.runs.metric_names import (
     ADVANTAGES_MIN,
     FIXED_BY_ROLLOUTS,
     GEN_KL_ERROR,
+    GRAD_NORM,
     LOSS,
     MEAN_GEN_TOKENS,
     MEAN_PROMPT_LENGTH,
@@ -38,16 +39,18 @@ GROSS_DEVIATION = 0.5  # relative to its scale: more than rounding in any precis
 # Rounding in either direction raises these: they measure the mismatch of trainer and engine, and are low
 # if both happen to round alike. A fault raises them, too.
 RAISED_BY_ROUNDING = (GEN_KL_ERROR, TOKEN_MULT_PROB_ERROR)
+FAR_APART = 0.1  # of a metric's size: more than a fault that leaves the gradient alone does
+_OF_ENGINE = (GEN_KL_ERROR, TOKEN_MULT_PROB_ERROR, "train/sampling_importance_ratio")
 MIN_SHARED_REWARDS = 3  # distinct first rewards, equal within pairs, as evidence of shared prompts
 # Entropy of a peaked policy is near 0 while its rounding error is that of log-probs, of order 1.
 ENTROPY_SCALE = 0.1
 
 
-# "redefined": the reward differs, while its components and all else agree. "not tested": beyond the usual
-# rounding, but the rounding of these runs is unknown. "open": so in the median pair, from rounding or from a
-# fault, which prevents a match.
+# "redefined": one metric differs, while the gradient (or a reward's components) and all else agree.
+# "not tested": beyond the usual rounding, but the rounding of these runs is unknown. "open": so in the median
+# pair, from rounding or from a fault, which prevents a match.
 StepOneResult = Literal["pass", "fail", "redefined", "open", "not tested"]
-_CODES = {"fail": Code.STEP_ONE_DIFFERS, "redefined": Code.REWARD_REDEFINED, "open": Code.STEP_ONE_OPEN}
+_CODES = {"fail": Code.STEP_ONE_DIFFERS, "redefined": Code.METRIC_REDEFINED, "open": Code.STEP_ONE_OPEN}
 
 
 def check_step_one(
@@ -78,9 +81,9 @@ def check_step_one(
     )
     results = [result for result in checked if result]
     failing = [check["metric"] for check in results if check.result in ("fail", "open")]
-    if failing == [REWARD] and not sampled_anew and _components_agree(pairs):
+    if len(failing) == 1 and not sampled_anew and _is_redefined(failing[0], results, pairs):
         results = [
-            replace(check, result="redefined") if check["metric"] == REWARD else check for check in results
+            replace(check, result="redefined") if check["metric"] in failing else check for check in results
         ]
     return [_add_reason(check, pairs[0].baseline.name.arm) for check in results]
 
@@ -92,6 +95,21 @@ def _add_reason(check: Evidence, baseline_arm: str) -> Evidence:
     unshown = ("num_pairs", "aa_deviation", "sampled_anew")
     shown = {name: value for name, value in check.values.items() if name not in unshown}
     return replace(check, reason=_CODES[check.result](arm=check.arm, **shown, baseline_arm=baseline_arm))
+
+
+def _is_redefined(metric: str, checks: Sequence[Evidence], pairs: Sequence[Pair]) -> bool:
+    """Return True if the metric that differs has another definition, so that the training may be the same.
+
+    Of a reward, its components agree. Of another metric, the gradient agrees, and the metric is far apart in
+    every pair; abrun's own trainer has one definition, and no gradient speaks for a rollout engine.
+    """
+    if metric == REWARD:
+        return _components_agree(pairs)
+    agreeing = {check["metric"] for check in checks if check.result == "pass"}
+    values = _paired_first_values(pairs, metric)
+    is_apart = np.abs(values[:, 1] - values[:, 0]) > FAR_APART * np.abs(values).max(axis=1)
+    is_foreign = all("trainer.type" not in (run.config or {}) for pair in pairs for run in pair.runs)
+    return is_foreign and metric not in _OF_ENGINE and GRAD_NORM in agreeing and bool(is_apart.all())
 
 
 def _components_agree(pairs: Sequence[Pair]) -> bool:

@@ -67,7 +67,7 @@ def invalid_reasons(
             run for pair in needed for run in (pair.baseline, pair.treatment, *pair.reruns) if run.finished
         )
     return [
-        *(_check_seeds(experiment, arm) if sides.paired else ()),
+        *(_check_seeds(experiment, arm, is_claimed=bool(claims)) if sides.paired else ()),
         *_check_finished(baselines, treatments, paired=sides.paired),
         *_check_identities(runs),
         *check_copies(runs),
@@ -123,7 +123,8 @@ def measure_coverage(sides: Sides) -> Coverage:
     return Coverage(shared_steps=len(shared), all_steps=len(all_steps))
 
 
-def _check_seeds(experiment: RecordedExperiment, arm: str) -> Iterator[Reason]:
+def _check_seeds(experiment: RecordedExperiment, arm: str, *, is_claimed: bool) -> Iterator[Reason]:
+    """Yield the seeds that only one arm has. A description leaves them out."""
     baseline, treatment = experiment.arm(experiment.baseline), experiment.arm(arm)
     can_unpair = not experiment.launched_compare_sha256
     if not baseline.keys() & treatment.keys():
@@ -141,7 +142,8 @@ def _check_seeds(experiment: RecordedExperiment, arm: str) -> Iterator[Reason]:
     ):
         if not seeds or (experiment.regression and lacking_arm == arm):
             continue  # a later run may have fewer seeds than the reference
-        yield Code.UNPAIRED_SEEDS(seeds=seeds, arm=lacking_arm, can_unpair=can_unpair)
+        code = Code.UNPAIRED_SEEDS if is_claimed or not can_unpair else Code.SEEDS_NOT_SHARED
+        yield code(seeds=seeds, arm=lacking_arm, can_unpair=can_unpair)
 
 
 def _check_finished(

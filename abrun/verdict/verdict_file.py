@@ -119,7 +119,7 @@ def build_verdict_file(
         reasons=[
             *reasons,
             *experiment.left_out,
-            *grid_notes(experiment, [arm.arm for arm in arms if arm.verdict != "INVALID"]),
+            *grid_notes(experiment, [arm.arm for arm in arms if _uses_all_runs(arm)]),
             *([Code.POST_HOC(why=post_hoc)] if post_hoc else []),
             *code_notes(experiment),
         ],
@@ -144,6 +144,14 @@ def build_verdict_file(
         environments=_group_environments(experiment),
         reference=experiment.reference.name if experiment.reference else None,
     )
+
+
+def _uses_all_runs(arm: ArmVerdict) -> bool:
+    """Return whether an arm is compared on the steps of all of its runs."""
+    is_cut = any(
+        reason.code == Code.LEFT_OUT_OF_METRICS and reason["covered"] is not None for reason in arm.reasons
+    )
+    return arm.verdict != "INVALID" and not is_cut
 
 
 def _merge_arm_reasons(arms: Sequence[ArmVerdict], verdict: Verdict) -> list[Reason]:

@@ -14,7 +14,7 @@ CONTENT = {"post_hoc": False, "claims": [CLAIM], "paired": True}
 OTHERS = {"launched": False}
 REFERENCE = {"experiment.regression": True}
 UNCLAIMED = {"content.claims": []}
-CLAIMABLE = {"claimable": {"interval": (0, 1), "runs_needed": 9, "paired": True}}
+CLAIMABLE = {"claimable": {"interval": (0, 1), "runs_needed": 9, "paired": True, "left_out": []}}
 DESCRIBED = {"evidence.description": [{"num_runs": (1, 1)}]}
 SEVERAL = {"evidence.description": [{"num_runs": (2, 1)}]}
 UNDECIDED = {"undecided_claims": ["claim"], "pairs_that_decide": ("too many", None)}
@@ -75,6 +75,14 @@ CASES = {
         OTHERS | {"failed_checks": ["check"], "failed_claims": ["claim"]},
         ["Confirm it"],
     ),
+    "MISMATCH, of others, another definition": (
+        OTHERS | {"redefined_metrics": {"train/reward"}} | CLAIMABLE,
+        ["Claim a metric that both arms define alike"],
+    ),
+    "INVALID, of others, a run lacks the metric": (
+        OTHERS | {"excludable_runs": ["new/seed-2"]},
+        ["Leave out the run that the"],
+    ),
     "INCONCLUSIVE, one run each": (DESCRIBED | DECIDABLE, ["Three or more seeds can decide"]),
     "INCONCLUSIVE, a look that step one leaves open": (
         LOOK | OPEN_STEP | {"is_float32_conclusive": True},
@@ -106,7 +114,10 @@ CASES = {
             "Train at least two more runs of each arm",
         ],
     ),
-    "INCONCLUSIVE, of others, nothing claimable": (OTHERS | UNCLAIMED | SEVERAL, ["No metric of these runs"]),
+    "INCONCLUSIVE, of others, nothing claimable": (
+        OTHERS | UNCLAIMED | SEVERAL,
+        ["No claim could be tested"],
+    ),
     "INCONCLUSIVE, of others, one run each and a look": (
         OTHERS | DESCRIBED | LOOK,
         ["reach the next analysis"],

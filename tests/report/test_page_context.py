@@ -97,8 +97,9 @@ def test_a_next_command_has_what_was_typed_in_it(simulated, judged, here):
     assert only.command == "abrun reference save simulated --output simulated.json"
     foreign = replace(own, launched_compare_sha256=None, directory=None)
     (again, *_) = next_steps(foreign, replace(content, verdict="INVALID"), "abrun compare A B --alias x=y")
-    assert again.command == "abrun compare A B --alias x=y"
-    assert next_steps(foreign, replace(content, verdict="INVALID"))[0].command == "abrun compare RUNS"
+    repaired = "abrun compare NEW NEW --claim 'train/reward:last 20%:0.02'"
+    assert again.command == f"{repaired} --alias x=y"
+    assert next_steps(foreign, replace(content, verdict="INVALID"))[0].command == repaired
     held = replace(foreign, launched_compare_sha256="0" * 64, regression=True)
     assert next_steps(held, content)[0].command == "abrun compare NEW --reference FILE"
     fresh = "abrun reference save NEW --claim 'train/reward:last 20%:0.02' --output simulated-fresh.json"

@@ -9,6 +9,7 @@ from scipy import stats
 from abrun.experiment.power import ASSURANCE
 from abrun.stats.noise import (
     detectable_difference,
+    find_outliers,
     further_run_p,
     gap_of_two_runs,
     passing_margin,
@@ -84,3 +85,10 @@ def test_two_groups_are_told_from_one() -> None:
     p_values = [found[1] for levels in normal_runs(6, 1000) if (found := two_groups(levels))]
     assert np.mean(np.array(p_values) < 0.05) == pytest.approx(0.05, abs=0.02)
     assert two_groups([0.1, 0.2, 0.3, 0.4]) is None and two_groups([0.3] * 6) is None
+
+
+def test_outliers_are_far_from_most_values_and_beyond_their_error() -> None:
+    levels = np.array([0.62, 0.63, 0.77, 0.775, 0.78, 0.785, 0.79])
+    assert find_outliers(levels, np.full(7, 0.01)).tolist() == [True, True, *[False] * 5]
+    assert not find_outliers(levels, np.full(7, 0.2)).any()
+    assert find_outliers(np.array([1.0, 1, 1, 2]), np.zeros(4)).tolist() == [False, False, False, True]

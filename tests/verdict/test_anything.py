@@ -17,6 +17,7 @@ from abrun.messages import sentence, sentences
 from abrun.messages.codes import Code
 from abrun.recipe.claims import parse_claim
 from abrun.report.comparing import compare_sources
+from abrun.verdict.verdict_file import values_of
 from tests.commands import commands_in
 from tests.logs.layouts import ARMS, LAST, LAYOUTS, SEEDS, rows, write_csv
 from tests.snapshot import Snapshot
@@ -203,7 +204,10 @@ def test_seeds_that_no_one_says_are_independent_runs_until_a_claim_is_made(
 def test_seeds_can_be_chosen(tmp_path: Path) -> None:
     sources = LAYOUTS["s1.csv, s2.csv"](tmp_path)
     (tmp_path / "old" / "s3.csv").unlink()
-    assert described(sources, tmp_path / "report").verdict == "INVALID"
+    found = described(sources, tmp_path / "report")
+    assert (found.verdict, found.exit_code) == ("DESCRIPTION", 0)
+    assert values_of(found.content, Code.SEEDS_NOT_SHARED)[0]["seeds"] == [3]
+    assert described(sources, tmp_path / "claimed", "train/reward:last 20%:0.1").verdict == "INVALID"
     found = described(sources, tmp_path / "report", seeds=(1, 2))
     assert found.content.select("description")[0]["num_runs"] == (2, 2) and found.verdict == "DESCRIPTION"
     with pytest.raises(ComparisonError, match="there is no run of 9; there are 1, 2, 3"):
@@ -224,15 +228,16 @@ def test_where_a_claim_cannot_be_tested_another_is_proposed_that_can(
     assert (
         other.count("--claim") == 1
         and "train/reward:" in other
-        and again == f"abrun compare r/old r/new {loss} --no-step-one"
+        and again == "abrun compare NEW NEW --claim train/loss:all:0.1"
     )
     code, output, _ = pasted(other, monkeypatch)
     assert code == 0 and "train/reward: equivalent within" in output and "train/loss: not" not in output
     _, output, (left, _) = pasted(f"abrun compare r/old r/new {loss} {reward}", monkeypatch)
     assert left == f"abrun compare r/old r/new {reward.replace('reward', 'train/reward')}"
     _, _, found = pasted("abrun compare dead/old dead/new", monkeypatch)
-    assert found == ["abrun compare dead/old dead/new"]
-    assert pasted(f"{found[0]} {loss}", monkeypatch)[2] == [f"{found[0]} {loss}"]
+    assert found == ["abrun compare NEW NEW"]
+    repaired = "abrun compare NEW NEW --claim train/loss:all:0.1"
+    assert pasted(f"abrun compare dead/old dead/new {loss}", monkeypatch)[2] == [repaired]
 
 
 def test_nothing_shared_and_one_arm_alone_say_what_to_do(tmp_path: Path) -> None:
@@ -266,7 +271,7 @@ def test_a_single_text_and_a_column_that_is_none_of_numbers(
         path.write_text("\n".join([f"{header};n", *(f"{line};1" for line in lines), ""]))
     named = "b/seed-0.csv, line 2, column train/reward: got '0,04' (a decimal comma?); write a number"
     code, output, (after,) = pasted(compare, monkeypatch)
-    assert code == 4 and f": {named}" in output and after == compare
+    assert code == 4 and f": {named}" in output and after == "abrun compare NEW NEW"
     for path in Path("b").iterdir():
         path.write_text("".join(f"{line[:-2]}\n" for line in path.read_text().splitlines()))
     with pytest.raises(ComparisonError, match=re.escape(f"'b' has no numbers in 2 runs: {named}")):

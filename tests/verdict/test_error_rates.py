@@ -18,6 +18,7 @@ from abrun.stats.power import power_at, sd_of_difference
 from abrun.stats.sigma_margin import VarianceModel, sigma_power
 from abrun.verdict.decide import judge
 from tests.bench import bench_one_sided
+from tests.bench.bench_descriptions import rates_over_pairs, rates_over_steps
 from tests.bench.bench_levels import BASELINES, FEW_PROMPTS, dying_rates, sigma_rates, welch_rates
 from tests.bench.bench_verdict import LAWS, STAGES, WIDE, check, rates, stopped, unpaired_rates
 from tests.verdict.recorded import experiment_of, runs_of
@@ -275,3 +276,10 @@ def test_a_margin_in_sigmas_of_a_skewed_baseline_is_warned_of():
     assert before < 0.15 and after > 0.5
     ((_, normal),) = sigma_rates(BASELINES["normal"], 2000, [8])["warned matches"]
     assert normal < 0.25
+
+
+@pytest.mark.parametrize("num_differing", [0, 3])
+def test_metrics_that_a_description_says_to_differ_keep_their_false_discovery_rate(num_differing):
+    for size, correlation, rates_of in ((3, 0.5, rates_over_pairs), (60, 0.5, rates_over_steps)):
+        rate, power = rates_of(size, correlation, num_differing, 300)
+        assert rate <= at_most(0.1, 300) and power > 0.95 * bool(num_differing) - 0.01

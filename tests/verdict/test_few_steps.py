@@ -132,7 +132,14 @@ def test_many_pairs_in_steps_are_tested_as_ever():
     assert equivalence_test(left, right, 0.1, resolution=1 / 256) == equivalence_test(left, right, 0.1)
 
 
-@pytest.mark.parametrize(("num_pairs", "share"), [(3, 0.0), (6, 0.1)])
+def test_a_curve_that_every_pair_repeats_differs_by_zero():
+    """Values in steps gave arms that are the same at every step an interval of ±0.03."""
+    left = np.random.default_rng(0).integers(0, 17, (3, 20)) / 16
+    (described,) = verdict(None, ACCURACY, baseline=left, treatment=left).select("description")
+    assert described["interval"] == (0, 0)
+
+
+@pytest.mark.parametrize(("num_pairs", "share"), [(3, 0.05), (6, 0.1)])
 def test_a_description_s_interval_is_that_of_a_claim(num_pairs, share):
     """Without what a step may do it said ±0, and that 2 pairs would do."""
     rng = np.random.default_rng(0)

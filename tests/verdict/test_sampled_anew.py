@@ -193,9 +193,9 @@ def test_a_reward_of_another_definition_decides_claims_on_that_reward_alone():
     pairs = [with_components(seed, 0.7) for seed in range(3)]
     verdict = judged(pairs, COMPONENTS[0])
     assert (verdict.verdict, result_of(verdict, REWARD)) == ("MATCH", "redefined")
-    assert Code.REWARD_REDEFINED in [reason.code for reason in verdict.reasons]
+    assert Code.METRIC_REDEFINED in [reason.code for reason in verdict.reasons]
     verdict = judged(pairs)
-    assert verdict.verdict == "MISMATCH" and verdict.reasons[0].code == Code.REWARD_REDEFINED
+    assert verdict.verdict == "MISMATCH" and verdict.reasons[0].code == Code.METRIC_REDEFINED
 
 
 @pytest.mark.parametrize("change", ["components", "norm", "none recorded", "zeros"])

@@ -248,4 +248,4 @@ def test_configurations_that_differ_by_more_than_the_seed_are_invalid(tmp_path: 
     found = compare(replace(experiment, runs=runs))
     assert (found.verdict, found.exit_code) == ("INVALID", 5)
     assert reason_of(found, Code.CONFIG_MIXED)["key"] == "lr"
-    assert found.next_steps[0].text.startswith("Fix what makes the comparison invalid")
+    assert found.next_steps[0].text.startswith("Repair the runs")
