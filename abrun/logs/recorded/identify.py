@@ -112,7 +112,8 @@ def _try_strategies(sources: Sources) -> Naming:
         if isinstance(outcome, Naming):
             return outcome
         problem = outcome or problem
-    raise ComparisonError(f"{problem}; --list shows the runs and their settings")
+    hint = "" if sources.pattern else "; --list shows the runs and their settings"
+    raise ComparisonError(f"{problem}{hint}")
 
 
 # --- strategies ---
