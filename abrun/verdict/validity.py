@@ -124,7 +124,11 @@ def measure_coverage(sides: Sides) -> Coverage:
 
 
 def _check_seeds(experiment: RecordedExperiment, arm: str, *, is_claimed: bool) -> Iterator[Reason]:
-    """Yield the seeds that only one arm has. A description leaves them out."""
+    """Yield the seeds that only one arm has.
+
+    A description leaves them out, and so does a claim on existing logs if only the baseline lacks some: where
+    the treatment does, its runs may have failed.
+    """
     baseline, treatment = experiment.arm(experiment.baseline), experiment.arm(arm)
     can_unpair = not experiment.launched_compare_sha256
     if not baseline.keys() & treatment.keys():
@@ -142,7 +146,8 @@ def _check_seeds(experiment: RecordedExperiment, arm: str, *, is_claimed: bool) 
     ):
         if not seeds or (experiment.regression and lacking_arm == arm):
             continue  # a later run may have fewer seeds than the reference
-        code = Code.UNPAIRED_SEEDS if is_claimed or not can_unpair else Code.SEEDS_NOT_SHARED
+        is_harmless = not is_claimed or baseline.keys() < treatment.keys()
+        code = Code.SEEDS_NOT_SHARED if can_unpair and is_harmless else Code.UNPAIRED_SEEDS
         yield code(seeds=seeds, arm=lacking_arm, can_unpair=can_unpair)
 
 
