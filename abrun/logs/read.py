@@ -162,14 +162,14 @@ def _find_runs(
 def _single_file(path: Path, format: str | None) -> RunFiles:
     reader = find_file_format(path)
     is_list = reader is not None and reader.name == "json" and format == "jsonl"
-    if (reader is None and format in FORMATS[1:]) or is_list:
+    if ((reader is None or reader.is_incidental) and format in FORMATS[1:]) or is_list:
         # the user's prefix decides for an unknown suffix
         reader = next(form for form in all_formats() if form.name == format)
     if reader is None or (format is not None and reader.name != format):
         raise StoreError(
             f"{printable(str(path))}: not a {format or 'metrics'} file; allowed: *.csv, *.tsv, *.jsonl, "
-            f"*.ndjson (also as *.gz), *.json, *.parquet, *.wandb, *.swanlab, {EVENT_FILE_PREFIX}*, "
-            f"{TRAINER_STATE}, a database of MLflow or trackio"
+            "*.ndjson (also as *.gz), *.json, *.parquet, *.log, *.txt, *.out, *.wandb, *.swanlab, "
+            f"{EVENT_FILE_PREFIX}*, {TRAINER_STATE}, a database of MLflow or trackio"
         )
     return RunFiles(format=reader, name=path.name, path=path, files=(path,))
 
@@ -270,7 +270,8 @@ def _read_fullest_format(
             note = f"{printable(source)}: read the runs with steps, ignored the final scores of {num_scored}"
             ignored = [*ignored, *([note] if has_steps and scored else [])]
         if any(log.metrics for _, log in logs):
-            other_formats = [form.name for form in all_formats() if form in by_format and form is not format]
+            others = {form for form in by_format if form is not format and not form.is_incidental}
+            other_formats = [form.name for form in all_formats() if form in others]
             note = f"{printable(source)}: read the {format.name} logs, ignored {', '.join(other_formats)}"
             return logs, [*([note] if other_formats else []), *ignored_tables, *ignored]
         runs_without_metrics = runs_without_metrics or logs
@@ -313,7 +314,7 @@ def _read_runs(sources: Sequence[RunFiles], step_column: str | None) -> tuple[Re
     for source, error in errors:
         if _name_without_digits(source) in names:
             logs.append((source, unreadable_log(source.name, source.path, error)))
-        else:
+        elif not source.format.is_incidental:
             ignored[_name_without_digits(source)].append(str(error))
     return logs, [
         f"ignored: {problems[0]}{f' (and {len(problems) - 1} more of that name)' * (len(problems) > 1)}"

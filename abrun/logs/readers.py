@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from abrun.errors import AbrunError, StoreError
+from abrun.logs.console import read_console
 from abrun.logs.exports import read_csv, read_json, read_parquet
 from abrun.logs.foreign.files import Folder, find_companion, open_file
 from abrun.logs.foreign.values import Points
@@ -106,6 +107,7 @@ class Format:
     is_named_by_folder = False  # a run in a file has the name of its folder
     is_table = False  # a file that cannot be read may be none of the runs
     is_fallback = False  # read only if no other format has runs
+    is_incidental = False  # files of its suffixes lie beside any logs: not mentioned if others are read
     is_installed = False  # added by an entry point: files that another format claims are not offered to it
 
     def claims(self, path: Path, names: Collection[str] = ()) -> bool:
@@ -198,6 +200,7 @@ class TableFormat(Format):
 
     def __init__(self, name: str, read_file: Callable[..., list[Log]], *, is_fallback: bool = False) -> None:
         self.name, self.read_file, self.is_fallback = name, read_file, is_fallback
+        self.is_incidental = name == "console"
         suffixes = "|".join(re.escape(suffix) for suffix, form in SUFFIXES.items() if form == name)
         packed = "" if name == "parquet" else r"(\.gz)?"
         self.file_name = re.compile(rf".+({suffixes}){packed}", re.IGNORECASE | re.DOTALL)
@@ -298,6 +301,7 @@ OTHERS: tuple[Format, ...] = (
     LmEval(),
     TrainerState(),
     TableFormat("json", read_json, is_fallback=True),
+    TableFormat("console", read_console, is_fallback=True),
 )
 
 

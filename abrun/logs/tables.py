@@ -281,10 +281,10 @@ def read_trainer_state(path: Path, step_column: str | None = None) -> Log:
             f"{path_text(path)}: expected a trainer_state.json of transformers with a log_history"
         )
     table = table_of((dict(flat_cells(row)) for row in history), path_text(path))
-    return log_from_table(path, table.rename(_name_as_logged), step_column)
+    return log_from_table(path, table.rename(name_as_logged), step_column)
 
 
-def _name_as_logged(name: str) -> str:
+def name_as_logged(name: str) -> str:
     """Rename a metric like transformers' `rewrite_logs`: eval_x to eval/x, test_x to test/x, x to train/x."""
     if name == "step":
         return name

@@ -377,8 +377,8 @@ def test_a_rotated_log_that_is_not_read_is_named(tmp_path: Path) -> None:
 
 
 def test_files_below_a_folder_without_runs_are_named(tmp_path: Path) -> None:
-    written(tmp_path / "seed0/log_1718000000.txt", "Step 1 | loss:2.3\n")
-    with pytest.raises(StoreError, match=r"no runs found.*it holds 'seed0/log_1718000000.txt'"):
+    written(tmp_path / "seed0/log_1718000000.md", "Step 1 | loss:2.3\n")
+    with pytest.raises(StoreError, match=r"no runs found.*it holds 'seed0/log_1718000000.md'"):
         read_logs(str(tmp_path))
 
 
