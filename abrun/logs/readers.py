@@ -16,6 +16,7 @@ from abrun.logs.console import read_console
 from abrun.logs.exports import read_csv, read_json, read_parquet
 from abrun.logs.foreign.files import Folder, find_companion, open_file
 from abrun.logs.foreign.values import Points
+from abrun.logs.golden_values import SERIES
 from abrun.logs.lm_eval import SAMPLES_FILE, read_samples
 from abrun.logs.log import Log, LogStatus, replaced_notes
 from abrun.logs.naming import SUFFIXES, strip_suffix
@@ -208,20 +209,20 @@ class TableFormat(Format):
     def find(self, folder: Folder, files: Sequence[Path]) -> Places:
         for file in files:
             is_dump = DUMP_FILE.fullmatch(strip_suffix(file.name))
-            if not is_dump and (self.name != "json" or _is_json_list(file)):
+            if not is_dump and (self.name != "json" or _holds_json_rows(file)):
                 yield file, (file,)
 
     def read(self, run: RunFiles, step_column: str | None, *, one_run: bool = False) -> list[Log]:
         return self.read_file(run.path, run.name, step_column, one_run=one_run)
 
 
-def _is_json_list(path: Path) -> bool:
+def _holds_json_rows(path: Path) -> bool:
     try:
         with open_file(path) as file:
-            start = file.read(64)
+            start = file.read(1024)
     except StoreError:
         return False
-    return start.startswith(b"\x1f\x8b") or JSON_LIST.match(start) is not None
+    return start.startswith(b"\x1f\x8b") or any(kind.match(start) for kind in (JSON_LIST, SERIES))
 
 
 # --- installed readers ---
