@@ -17,7 +17,7 @@ from abrun.logs.exports import read_csv, read_json, read_parquet
 from abrun.logs.foreign.files import Folder, find_companion, open_file
 from abrun.logs.foreign.values import Points
 from abrun.logs.golden_values import SERIES
-from abrun.logs.lm_eval import SAMPLES_FILE, read_samples
+from abrun.logs.lm_eval import SAMPLES_FILE, TOTALS_FILE, read_samples, read_totals
 from abrun.logs.log import Log, LogStatus, replaced_notes
 from abrun.logs.naming import SUFFIXES, strip_suffix
 from abrun.logs.stored import is_run_dir, read_run_dir
@@ -168,10 +168,14 @@ class Wandb(Format):
 
 
 class LmEval(Format):
-    name, file_name, is_one_run = "lm-eval", SAMPLES_FILE, True
+    """Samples of a model, and without these its totals."""
+
+    name, is_one_run = "lm-eval", True
+    file_name = re.compile(f"{SAMPLES_FILE.pattern}|{TOTALS_FILE.pattern.replace('?P<time>', '')}")
 
     def read(self, run: RunFiles, step_column: str | None, *, one_run: bool = False) -> list[Log]:
-        return [read_samples(run.files, run.name)]
+        samples = [file for file in run.files if SAMPLES_FILE.fullmatch(file.name)]
+        return [read_samples(samples, run.name) if samples else read_totals(run.files, run.name)]
 
 
 class TrainerState(Format):
