@@ -149,8 +149,7 @@ def series_of_table(table: Table, step_column: str | None) -> TableMetrics:
     for index in np.flatnonzero(~is_whole & ~np.isnan(step_values))[:1]:
         row_place = f"{place}, {table.describe_row(int(step_rows[index]))}"
         check_step(float(step_values[index]), row_place, column)
-    config = _constant_config(table)
-    excluded = {column, *NON_METRIC_COLUMNS, *config}
+    excluded = {column, *NON_METRIC_COLUMNS, *_constant_columns(table)}
     is_used = is_filled & ~np.isnan(steps)
     all_steps = steps.astype(np.int64) if is_used.all() else None
     built: dict[str, tuple[Series, int]] = {}
@@ -170,7 +169,7 @@ def series_of_table(table: Table, step_column: str | None) -> TableMetrics:
         notes=notes,
         unread=unread,
         dropped=_dropped_steps(numbers, texts, steps),
-        config={name.removeprefix(CONFIG).replace("/", "."): value for name, value in config.items()},
+        config=constant_config(table),
     )
 
 
@@ -320,14 +319,22 @@ def _dropped_steps(
     return dropped
 
 
-def _constant_config(table: Table) -> dict[str, Any]:
-    """Return the values that every row repeats under `config/`."""
+def constant_config(table: Table) -> dict[str, Any]:
+    """Return the values that every row repeats under `config/`, by dotted key."""
+    values = _constant_columns(table)
+    return {
+        name.removeprefix(CONFIG).replace("/", "."): _parse_config_value(*values[name]) for name in values
+    }
+
+
+def _constant_columns(table: Table) -> dict[str, set[Cell]]:
+    """Return the value of each column under `config/` whose rows have the same."""
     values = {
         name: {*column.values[~column.is_text].tolist(), *column.texts}
         for name, column in table.columns.items()
         if name.startswith(CONFIG)
     }
-    return {name: _parse_config_value(*distinct) for name, distinct in values.items() if len(distinct) == 1}
+    return {name: distinct for name, distinct in values.items() if len(distinct) == 1}
 
 
 def _parse_config_value(cell: float | str) -> Any:

@@ -47,7 +47,7 @@ METRIC_COLUMNS = ("metric", "variable", "tag", "key", "name")
 VALUE_COLUMNS = ("value", "val")
 
 # A row's identity is its text: a run may be named 007, and a prompt's number have twenty digits.
-KEY_COLUMNS = {*ARM_COLUMNS, *RUN_COLUMNS, *SEED_COLUMNS, *METRIC_COLUMNS}
+KEY_COLUMNS = {*ARM_COLUMNS, *RUN_COLUMNS, *SEED_COLUMNS, *METRIC_COLUMNS, "run.hash"}
 SEED_NAME = r".*(^|[/_\-. ])(seed|s)[-_= ]?\d{1,10}"
 MODEL_COLUMNS = ("model", "model_name", "checkpoint")  # settings, in a table with steps
 BENCHMARK_COLUMNS = ("benchmark", "task", "dataset", "eval", "evaluation")

@@ -3,8 +3,10 @@
 import gzip
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from abrun.errors import StoreError
@@ -438,3 +440,34 @@ def test_train_and_eval_files_of_a_run_are_one_run(tmp_path: Path) -> None:
     log = one(tmp_path)
     assert log.name == "seed0" and len(log.metrics["reward"]) == len(ROWS)
     assert values(log, "acc") == {20: 1} and log.dropped == {"eval/reward": (10,)}
+
+
+@pytest.mark.parametrize("with_run", [True, False])
+@pytest.mark.parametrize("name", ["aim.csv", "aim.parquet", "aim.json"])
+def test_data_frames_of_aim(tmp_path: Path, name: str, with_run: bool) -> None:
+    """Hashes may look like numbers. Parameters are configuration, contexts are prefixes."""
+    runs = {"123456789e2": (1, "adam"), "00ab": (2, "muon")} if with_run else {"00ab": (2, "muon")}
+    rows = [
+        {"idx": step, "step": step, "value": step / seed, "epoch": 0.5, "time": "2025-01-01 10:00:00"}
+        | ({"run.hash": run, "run.hparams.seed": seed, "run.hparams.opt": opt} if with_run else {})
+        | {"metric.name": "loss", "metric.context.subset": subset}
+        for run, (seed, opt) in runs.items()
+        for subset in ("train", "val")
+        for step in (1, 2, 3)
+    ]
+    frame = pd.DataFrame(rows)
+    write = {
+        ".csv": frame.to_csv,
+        ".parquet": frame.to_parquet,
+        ".json": partial(frame.to_json, orient="records"),
+    }
+    write[Path(name).suffix](tmp_path / name)
+    logs = {log.name: log for log in read_logs(str(tmp_path / name))}
+    assert logs.keys() == ({*runs} if with_run else {name})
+    log = logs["00ab" if with_run else name]
+    assert log.metrics.keys() == {"train/loss", "val/loss"} and values(log, "val/loss") == {
+        1: 0.5,
+        2: 1,
+        3: 1.5,
+    }
+    assert log.config == ({"hparams.seed": 2, "hparams.opt": "muon"} if with_run else None)
