@@ -333,14 +333,23 @@ def test_where_most_files_are_no_logs_the_format_that_has_numbers_is_read(
     assert [log.name for log in logs] == ["metrics.csv"]
     assert guesses(logs).splitlines() == [
         f"{tmp_path}: read the csv logs, ignored jsonl, json",
-        f"{tmp_path}: unsupported format, not read: 'sheet.xlsx'",
+        f"{tmp_path}: unsupported format, not read: 'sheet.xlsx' (a spreadsheet: export it as CSV)",
     ]
     (tmp_path / "metrics.csv").unlink()
     with snapshot.refused(StoreError):
         read_logs(str(tmp_path))
     for path in tmp_path.glob("*.json*"):
         path.unlink()
-    with pytest.raises(StoreError, match=r"no runs found; .*; it holds 'sheet\.xlsx'"):
+    with pytest.raises(StoreError, match=r"no runs found; .*; it holds 'sheet\.xlsx' \(a spreadsheet: "):
+        read_logs(str(tmp_path))
+    with pytest.raises(
+        StoreError, match=r"sheet\.xlsx: not a metrics file \(a spreadsheet: export it as CSV\);"
+    ):
+        read_logs(str(tmp_path / "sheet.xlsx"))
+    written(tmp_path / "notes.txt", "hello\n")
+    with pytest.raises(
+        StoreError, match=r"notes\.txt: console output without .*not read: 'sheet\.xlsx' \(a sp"
+    ):
         read_logs(str(tmp_path))
 
 
