@@ -179,8 +179,8 @@ def _single_file(path: Path, format: str | None) -> RunFiles:
     if reader is None or (format is not None and reader.name != format):
         raise StoreError(
             f"{printable(str(path))}: not a {format or 'metrics'} file{_way_to_table([path.name])}; allowed: "
-            "*.csv, *.tsv, *.jsonl, *.ndjson (also as *.gz), *.json, *.parquet, *.log, *.txt, *.out, *.wandb, "
-            f"*.swanlab, {EVENT_FILE_PREFIX}*, {TRAINER_STATE}, a database of MLflow or trackio"
+            "*.csv, *.tsv, *.jsonl, *.ndjson (also as *.gz), *.json, *.parquet, *.log, *.txt, *.out, "
+            f"*.wandb, *.swanlab, {EVENT_FILE_PREFIX}*, {TRAINER_STATE}, a database of MLflow or trackio"
         )
     return RunFiles(format=reader, name=path.name, path=path, files=(path,))
 
