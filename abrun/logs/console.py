@@ -21,7 +21,7 @@ from typing import Any
 from abrun.errors import StoreError
 from abrun.logs.foreign.columns import Cell, Table, TableBuilder
 from abrun.logs.foreign.files import TextFile
-from abrun.logs.foreign.values import as_number, parse_json
+from abrun.logs.foreign.values import as_number, as_step, parse_json
 from abrun.logs.log import Log
 from abrun.logs.naming import SEED_LIMIT
 from abrun.logs.rows import STEP_COLUMNS, flat_cells
@@ -34,7 +34,7 @@ MAX_LINE_CHARACTERS = 1 << 16  # a longer line is no row of metrics
 MAX_WORDS = 6  # of a key: "elapsed time per iteration (ms)"
 MIN_ROWS = 2
 STEP, EPOCH = "step", "epoch"
-STEPS_BY_KEY = tuple(name for name in STEP_COLUMNS if name != "steps")  # "steps: 100" is a total
+STEPS_BY_KEY = (*(name for name in STEP_COLUMNS if name != "steps"), "num_updates")  # "steps" are a total
 STEP_WORDS = {*STEPS_BY_KEY, "it", "itr"}
 NO_STEP_AFTER = {
     "per",
@@ -49,19 +49,27 @@ DICTIONARY = re.compile(r"\{\s*['\"]")
 WRAPPED = re.compile(r"\b(?:np\.|numpy\.)?(?:float|int|tensor|array)\d*\(([^(),]*)\)")  # np.float64(0.5)
 PYTHON_WORD = re.compile(r"\b(?:None|True|False|nan|inf)\b")
 JSON_WORDS = {"None": "null", "True": "true", "False": "false", "nan": "NaN", "inf": "Infinity"}
-NUMBER = r"[-+]?(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:nan|inf)"
+NUMBER = r"[-+]?(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?"
+NUMBER += r"|[-+]?(?:nan|inf)(?=m?s|%|\W|$)"
 VALUE = re.compile(rf"({NUMBER})(%|[A-Za-zµ/]{{0,12}})(?:\([^()]*\))?[,;.]?")  # 10.2GiB(12%)
 STEP_NUMBER = re.compile(r"#?(\d[\d,]{0,20})(?:/\d[\d,]*)?[,;.)=]?")  # 10/100
 WORD = re.compile(r"\(?[A-Za-z_][\w./@%()+-]*=?")
+RANK = re.compile(r"\[?(?:default|rank) ?(\d{1,9})\]?:")  # of torchrun, in front of a line
+# Logs may begin with the source of their program
+CODE = re.compile(
+    r"(?:def|class|if|elif|for|while|return|from|assert|with|print\w*\(|#|@)\b|.*?(?:[=!+*/-]=|\bself\.)"
+)
 SOURCE_FILE = re.compile(r".*\.(py|cc|cpp|cu|rs)=?")  # train.py:12
 SEED = re.compile(r"\W*(?:random_|rng_)?seed\s*[:=]\s*(\d{1,10})\W*", re.IGNORECASE)
 
+Rows = list[tuple[int, dict[str, Cell]]]  # line numbers and cells
+
 
 @dataclass(slots=True)
-class _Rows:
-    """Rows of one file. Text that is none of them is left out."""
+class _Content:
+    """Lines of one file that are read."""
 
-    rows: list[tuple[int, dict[str, Cell]]] = field(default_factory=list)  # line number, cells
+    rows: Rows = field(default_factory=list)
     units: dict[str, str] = field(default_factory=dict)  # metric -> its unit
     mixed: set[str] = field(default_factory=set)  # metrics whose unit changes: 59.0s, then 1.0m
     numbers: list[tuple[int, list[float]]] = field(default_factory=list)  # lines of numbers alone
@@ -69,6 +77,8 @@ class _Rows:
     num_others: int = 0  # lines that are neither numbers nor comments
     has_dictionaries: bool = False
     seed: int | None = None
+    rank: str = ""  # the first whose lines are metrics
+    num_other_ranks: int = 0
     first_line: str = ""
 
 
@@ -84,13 +94,15 @@ def read_console(path: Path, name: str, step_column: str | None, *, one_run: boo
         table, guess = _metric_table(path, content)
     log = log_from_table(path, table, step_column if step_column is not None else STEP)
     notes = [f"{printable(key)}: left out, its unit changes" for key in sorted(content.mixed)]
+    if content.num_other_ranks:
+        notes.append(f"{content.num_other_ranks} lines of other ranks than {content.rank or 0} left out")
     config = None if content.seed is None else {"seed": content.seed}
     guesses = ("console output: its lines with a step and metrics", *([guess] if guess else []))
     return [replace(log, name=name, config=config, guesses=guesses, notes=(*log.notes, *notes))]
 
 
-def _parse_file(path: Path) -> _Rows:
-    content, size = _Rows(), 0
+def _parse_file(path: Path) -> _Content:
+    content, size = _Content(), 0
     for number, line in enumerate(TextFile(path).lines(), 1):
         size += len(line) + 1
         is_large = size > MAX_BYTES or len(content.rows) > MAX_ROWS
@@ -103,14 +115,18 @@ def _parse_file(path: Path) -> _Rows:
     return content
 
 
-def _add_line(content: _Rows, number: int, line: bytes) -> None:
+def _add_line(content: _Content, number: int, line: bytes) -> None:
     if content.rows and b"{" not in line and not MAY_HAVE_STEP.search(line):
         return
     text = COLOUR.sub("", line.decode(errors="replace")).strip()
     content.first_line = content.first_line or text
     cells = _parse_dictionary(content, text) or _parse_pairs(content, text)
     if cells.keys() - {STEP, EPOCH} and cells.keys() & {STEP, EPOCH}:
-        content.rows.append((number, cells))
+        rank = match[1] if (match := RANK.match(text)) else ""
+        content.rank = content.rank or rank
+        content.num_other_ranks += rank != content.rank
+        if rank == content.rank:
+            content.rows.append((number, cells))
     elif not content.rows:
         match = SEED.fullmatch(text)
         if match and int(match[1]) < SEED_LIMIT:
@@ -121,13 +137,15 @@ def _add_line(content: _Rows, number: int, line: bytes) -> None:
 # --- lines of pairs ---
 
 
-def _parse_pairs(content: _Rows, text: str) -> dict[str, Cell]:
+def _parse_pairs(content: _Content, text: str) -> dict[str, Cell]:
     """Return the step and the numbers of a line `step 10/100: loss 0.5, lr=1e-4`; empty without a step.
 
     Without `:` or `=`, a key is all words since the last number or separator; ahead of the step such words
     are those of a logger.
     """
     cells: dict[str, Cell] = {}
+    if CODE.match(text):
+        return cells
     words: list[str] = []  # since the last number or separator; `=` ends a key that had `:` or `=`
     for token in _tokens(text):
         word, is_marked = words[-1].removesuffix("=") if words else "", bool(words) and words[-1][-1] == "="
@@ -161,7 +179,7 @@ def _tokens(text: str) -> list[str]:
     return re.sub(r"[,;](?=\s|$)|[|│]", " | ", text).split()
 
 
-def _check_unit(content: _Rows, key: str, unit: str) -> None:
+def _check_unit(content: _Content, key: str, unit: str) -> None:
     if content.units.setdefault(key, unit) != unit:
         content.mixed.add(key)
 
@@ -169,7 +187,7 @@ def _check_unit(content: _Rows, key: str, unit: str) -> None:
 # --- dictionaries ---
 
 
-def _parse_dictionary(content: _Rows, text: str) -> dict[str, Cell]:
+def _parse_dictionary(content: _Content, text: str) -> dict[str, Cell]:
     """Return the metrics of the dictionary in a line, and the step in it or in front of it."""
     start = DICTIONARY.search(text)
     if start is None:
@@ -183,9 +201,10 @@ def _parse_dictionary(content: _Rows, text: str) -> dict[str, Cell]:
         return {}
     cells = dict(flat_cells(row))
     names = {name.lower(): name for name in reversed(cells)}
-    step = next((cells.pop(names[column]) for column in STEPS_BY_KEY if column in names), None)
+    steps = (names[column] for column in STEPS_BY_KEY if column in names)
+    step = next((cells.pop(name) for name in steps if as_step(cells[name]) is not None), None)
     if step is None:
-        step = _parse_pairs(_Rows(), text[: start.start()]).get(STEP)
+        step = _parse_pairs(_Content(), text[: start.start()]).get(STEP)
     content.has_dictionaries = True
     return cells if step is None else {STEP: step, **cells}
 
@@ -193,7 +212,7 @@ def _parse_dictionary(content: _Rows, text: str) -> dict[str, Cell]:
 # --- lines of numbers alone ---
 
 
-def _add_numbers(content: _Rows, number: int, text: str) -> None:
+def _add_numbers(content: _Content, number: int, text: str) -> None:
     words = text.replace(",", " ").split()
     if len(words) <= 1 or len(words) > 100:
         content.num_others += not text.startswith("#")
@@ -205,7 +224,7 @@ def _add_numbers(content: _Rows, number: int, text: str) -> None:
             content.header = [word for word in words if word != "#"]
 
 
-def _number_table(path: Path, content: _Rows) -> Table:
+def _number_table(path: Path, content: _Content) -> Table:
     """Return lines of `step loss`, or with the columns of the line above; raise StoreError for other text."""
     widths = {len(values) for _, values in content.numbers}
     header = [word.lstrip("#") for word in content.header]
@@ -227,18 +246,11 @@ def _number_table(path: Path, content: _Rows) -> Table:
 # --- steps ---
 
 
-def _metric_table(path: Path, content: _Rows) -> tuple[Table, str]:
+def _metric_table(path: Path, content: _Content) -> tuple[Table, str]:
     """Return the table of a file's rows, and what its steps are if no line has one."""
     rows, guess = content.rows, ""
     if not any(STEP in cells for _, cells in rows):
-        epochs = [as_number(cells[EPOCH]) or 0.0 for _, cells in rows]
-        is_whole = all(epoch % 1 == 0 for epoch in epochs)
-        places = {epoch: float(place) for place, epoch in enumerate(dict.fromkeys(epochs), 1)}
-        guess = f"no line has a step, so {'epochs' if is_whole else 'the logs of an epoch'} are counted"
-        rows = [
-            (line, {STEP: epoch if is_whole else places[epoch], **cells})
-            for (line, cells), epoch in zip(rows, epochs, strict=True)
-        ]
+        rows, guess = _number_rows(rows)
     builder = TableBuilder(path_text(path))
     for line, cells in rows:
         builder.add(line, {name: cell for name, cell in cells.items() if name not in content.mixed})
@@ -247,7 +259,27 @@ def _metric_table(path: Path, content: _Rows) -> tuple[Table, str]:
     return table.rename(name_as_logged) if guess and content.has_dictionaries else table, guess
 
 
-def _check_restarts(path: Path, content: _Rows) -> None:
+def _number_rows(rows: Rows) -> tuple[Rows, str]:
+    """Return rows with steps, and what they are: epochs, or the number of a log if an epoch has several."""
+    numbered: Rows = []
+    recorded: set[str] = set()  # metrics of the present number
+    number, last_epoch, are_epochs = 0, None, True
+    for line, cells in rows:
+        epoch = as_number(cells[EPOCH])
+        is_repeated = epoch == last_epoch and not recorded.isdisjoint(cells.keys() - {EPOCH})
+        if epoch != last_epoch or is_repeated:
+            number, last_epoch, recorded = number + 1, epoch, set()
+        recorded |= cells.keys() - {EPOCH}
+        are_epochs = are_epochs and not is_repeated and epoch is not None and epoch % 1 == 0
+        numbered.append((line, {STEP: float(number), **cells}))
+    if are_epochs:
+        return [
+            (line, {**cells, STEP: cells[EPOCH]}) for line, cells in numbered
+        ], "no line has a step: epochs count"
+    return numbered, "no line has a step: the logs are counted"
+
+
+def _check_restarts(path: Path, content: _Content) -> None:
     """Raise StoreError if the steps begin again with every epoch: later epochs would replace earlier ones."""
     numbers = [(as_number(cells.get(STEP)), as_number(cells.get(EPOCH))) for _, cells in content.rows]
     both = [(step, epoch) for step, epoch in numbers if step is not None and epoch is not None]

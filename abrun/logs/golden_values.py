@@ -83,7 +83,7 @@ def _walk(
 
 def _add_steps(lists: Mapping[str, list[Any]], place: str, *, is_needed: bool) -> dict[str, Values]:
     """Return lists of values by the steps that one of them holds."""
-    names = {name.lower(): name for name in reversed(lists)}
+    names = {name.lower(): name for name in reversed([*lists])}
     steps = next((lists[names[column]] for column in STEP_COLUMNS if column in names), None)
     if steps is not None and None not in (whole_steps := [*map(as_step, steps)]):
         return {

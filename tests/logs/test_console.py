@@ -43,6 +43,17 @@ MEGATRON = (
             set(),
         ),
         ("Epoch {s}/10 loss: {x} - val_loss: 2.3", "loss", {"epoch", "val_loss"}),
+        (
+            'INFO | train_inner | {{"epoch": 1, "update": 0.1, "num_updates": "{s}", "loss": "{x}"}}',
+            "loss",
+            None,
+        ),
+        (
+            "[Rank 0] step={s}, skipped=0, lr=[1e-4], mom=[[0.9, 0.95]], loss={x}",
+            "loss",
+            {"skipped", "lr", "mom"},
+        ),
+        ("Iter {s}: Train loss {x}, It/sec 1.2, Peak mem 12.1 GB", "Train loss", {"It/sec", "Peak mem"}),
         ("{s} {x}", "loss", set()),
         ("{s} {x} 2.5\n# the end", "loss", None),
     ],
@@ -60,7 +71,25 @@ def test_dictionaries_of_transformers_count_the_logs_of_an_epoch(tmp_path: Path)
     rows += ["{'eval_loss': 2.5, 'epoch': 1.5}", "{'train_runtime': 12.5, 'epoch': 1.5}"]
     log = one(written(tmp_path / "a.out", "\n".join(rows)))
     assert values(log, "train/loss") == {1: 0.5, 2: 1.0, 3: 1.5} and values(log, "eval/loss") == {3: 2.5}
-    assert "no line has a step, so the logs of an epoch are counted" in guesses([log])
+    assert "no line has a step: the logs are counted" in guesses([log])
+
+
+def test_rounded_epochs_that_repeat_replace_nothing(tmp_path: Path) -> None:
+    rows = [{"loss": x, "epoch": 0.01 * (x > 2)} for x in (1, 2, 3, 4)]
+    assert list(values(one(written(tmp_path / "a.out", "\n".join(map(str, rows)))), "train/loss")) == [
+        1,
+        2,
+        3,
+        4,
+    ]
+
+
+def test_source_code_and_other_ranks_are_no_metrics(tmp_path: Path) -> None:
+    code = "if step == 0: lr = 1\nx = 1 if step != 3 else 2\nself.step = 0; lr = 2\nprint0(f'step:{step}')\n"
+    lines = [f"[rank{rank}]: step:{step} loss:{rank} step_avg:nanms" for step in (1, 2) for rank in (0, 1)]
+    log = one(written(tmp_path / "a.txt", code + "\n".join(lines) + "\nsee info of step 3: more info\n"))
+    assert log.metrics.keys() == {"loss", "step_avg"} and values(log, "loss") == {1: 0.0, 2: 0.0}
+    assert log.notes == ("2 lines of other ranks than 0 left out",)
 
 
 def test_a_stated_seed_is_configuration_and_a_unit_that_changes_is_left_out(tmp_path: Path) -> None:
