@@ -21,7 +21,7 @@ from typing import Any
 from abrun.errors import StoreError
 from abrun.logs.foreign.columns import Cell, Table, TableBuilder
 from abrun.logs.foreign.files import TextFile
-from abrun.logs.foreign.values import as_number, as_step, parse_json
+from abrun.logs.foreign.values import MAX_NAME_CHARACTERS, as_number, as_step, parse_json
 from abrun.logs.log import Log
 from abrun.logs.naming import SEED_LIMIT
 from abrun.logs.rows import STEP_COLUMNS, flat_cells
@@ -157,7 +157,8 @@ def _parse_pairs(content: _Content, text: str) -> dict[str, Cell]:
         elif word and word.lower() not in NO_STEP_AFTER and (value := VALUE.fullmatch(token)):
             key = " ".join(words).removesuffix("=")
             is_key = is_marked or (STEP in cells or EPOCH in cells)
-            if is_key and len(words) <= MAX_WORDS and not SOURCE_FILE.fullmatch(key):
+            is_key = is_key and len(words) <= MAX_WORDS and len(key) <= MAX_NAME_CHARACTERS
+            if is_key and not SOURCE_FILE.fullmatch(key):
                 _check_unit(content, key, value[2])
                 cells[key] = float(value[1].replace(",", ""))
             words = []

@@ -152,7 +152,8 @@ def _find_runs(
     if not runs:
         expected = format or f"{', '.join((*FORMATS, *stores()))} or abrun's own"
         others = unsupported or sorted(findings.names)
-        contents = f"; it holds {list_names(others, 3)}{_way_to_table(others)}" if others else ""
+        way = _way_to_table([] if findings.runs else others)
+        contents = f"; it holds {list_names(others, 3)}{way}" if others else ""
         raise StoreError(
             f"{printable(source)}: no runs found; allowed: runs logged as {expected}{contents}"
             + "".join(f"; {note.partition(': ')[2]}" for note in link_note)
