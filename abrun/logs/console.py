@@ -43,7 +43,7 @@ NO_STEP_AFTER = {
     "each",
     "every",
 }  # "number of nan iterations: 0"
-MAY_HAVE_STEP = re.compile(rb"step|it[er]|epoch|update", re.IGNORECASE)
+MAY_HAVE_STEP = re.compile(rb"step|it[er]|epoch|update|^s:", re.IGNORECASE)
 COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 DICTIONARY = re.compile(r"\{\s*['\"]")
 WRAPPED = re.compile(r"\b(?:np\.|numpy\.)?(?:float|int|tensor|array)\d*\(([^(),]*)\)")  # np.float64(0.5)
@@ -59,6 +59,8 @@ RANK = re.compile(r"\[?(?:default|rank) ?(\d{1,9})\]?:")  # of torchrun, in fron
 CODE = re.compile(
     r"(?:def|class|if|elif|for|while|return|from|assert|with|print\w*\(|#|@)\b|.*?(?:[=!+*/-]=|\bself\.)"
 )
+SOURCE = re.compile(r"(?:import|from|def|class) |#|\"\"\"|'''")
+SEPARATOR = re.compile(rb"\s*={20,}\s*")
 SOURCE_FILE = re.compile(r".*\.(py|cc|cpp|cu|rs)=?")  # train.py:12
 SEED = re.compile(r"\W*(?:random_|rng_)?seed\s*[:=]\s*(\d{1,10})\W*", re.IGNORECASE)
 
@@ -76,6 +78,7 @@ class _Content:
     header: list[str] = field(default_factory=list)  # the last line of words above them
     num_others: int = 0  # lines that are neither numbers nor comments
     has_dictionaries: bool = False
+    has_separator: bool = False
     seed: int | None = None
     rank: str = ""  # the first whose lines are metrics
     num_other_ranks: int = 0
@@ -116,6 +119,10 @@ def _parse_file(path: Path) -> _Content:
 
 
 def _add_line(content: _Content, number: int, line: bytes) -> None:
+    if not content.has_separator and SEPARATOR.fullmatch(line):
+        content.has_separator = True
+        if SOURCE.match(content.first_line):  # what looked like rows was in the program
+            content.rows.clear()
     if content.rows and b"{" not in line and not MAY_HAVE_STEP.search(line):
         return
     text = COLOUR.sub("", line.decode(errors="replace")).strip()
@@ -149,7 +156,8 @@ def _parse_pairs(content: _Content, text: str) -> dict[str, Cell]:
     words: list[str] = []  # since the last number or separator; `=` ends a key that had `:` or `=`
     for token in _tokens(text):
         word, is_marked = words[-1].removesuffix("=") if words else "", bool(words) and words[-1][-1] == "="
-        if word.lower() in (*STEP_WORDS, EPOCH) and (step := STEP_NUMBER.fullmatch(token)):
+        is_step = word.lower() in (*STEP_WORDS, EPOCH) or words == ["s="]  # llm.c: s:10 trl:3.2
+        if is_step and (step := STEP_NUMBER.fullmatch(token)):
             kind = EPOCH if word.lower() == EPOCH else STEP
             if kind not in cells and not (len(words) > 1 and words[-2].lower() in NO_STEP_AFTER):
                 cells[kind] = float(step[1].replace(",", ""))
@@ -163,9 +171,8 @@ def _parse_pairs(content: _Content, text: str) -> dict[str, Cell]:
                 cells[key] = float(value[1].replace(",", ""))
             words = []
         elif WORD.fullmatch(token):
-            words = (
-                [token] if is_marked else [*words[-MAX_WORDS:], token]
-            )  # a marked key whose value is a word
+            # After `key=`, a word is a value that is no number
+            words = [token] if is_marked else [*words[-MAX_WORDS:], token]
         else:
             words = []
     return cells if STEP in cells or EPOCH in cells else {}

@@ -63,7 +63,7 @@ def _walk(
         if (
             isinstance(value, list)
             and len(value) > 1
-            and all(isinstance(item, int | float) for item in value)
+            and all(isinstance(item, int | float | None) for item in value)
         ):
             yield name, value
         elif isinstance(value, Mapping) and value:

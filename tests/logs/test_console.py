@@ -54,6 +54,7 @@ MEGATRON = (
             {"skipped", "lr", "mom"},
         ),
         ("Iter {s}: Train loss {x}, It/sec 1.2, Peak mem 12.1 GB", "Train loss", {"It/sec", "Peak mem"}),
+        ("s:{s} trl:{x} lr:0.0018 norm:0.2", "trl", {"lr", "norm"}),
         ("{s} {x}", "loss", set()),
         ("{s} {x} 2.5\n# the end", "loss", None),
     ],
@@ -86,6 +87,7 @@ def test_rounded_epochs_that_repeat_replace_nothing(tmp_path: Path) -> None:
 
 def test_source_code_and_other_ranks_are_no_metrics(tmp_path: Path) -> None:
     code = "if step == 0: lr = 1\nx = 1 if step != 3 else 2\nself.step = 0; lr = 2\nprint0(f'step:{step}')\n"
+    code = f"import torch\n{code}a scale of step 2 is as good as 3\n{'=' * 40}\n"
     lines = [f"[rank{rank}]: step:{step} loss:{rank} step_avg:nanms" for step in (1, 2) for rank in (0, 1)]
     log = one(written(tmp_path / "a.txt", code + "\n".join(lines) + "\nsee info of step 3: more info\n"))
     assert log.metrics.keys() == {"loss", "step_avg"} and values(log, "loss") == {1: 0.0, 2: 0.0}
