@@ -14,7 +14,7 @@ BUDGETS = {  # room -> lines
     "experiment": 2_120,
     "external": 520,
     "launch": 5_420,
-    "logs": 8_810,
+    "logs": 8_830,
     "messages": 2_120,
     "processes": 980,
     "recipe": 4_270,

@@ -8,6 +8,7 @@ Lines are pairs of a key and a number, with or without `:` or `=`, or a dictiona
     iteration 100/ 500 | consumed samples: 25600 | lm loss: 1.0E+00 |       Megatron-LM
     step:10 - actor/entropy:0.5 - critic/score/mean:0.25           verl
     {'loss': 0.5, 'grad_norm': 1.2, 'epoch': 0.1}                  transformers, without a step
+    Step 3/100 Train step done.  then  │ ppo_actor/task_reward/avg │ 0.5 │  AReaL, a table after each step
 
 A file of rows of numbers alone is read, too: `step loss`, as torchtitan keeps losses for its tests.
 """
@@ -43,7 +44,8 @@ NO_STEP_AFTER = {
     "each",
     "every",
 }  # "number of nan iterations: 0"
-MAY_HAVE_STEP = re.compile(rb"step|it[er]|epoch|update|^s:", re.IGNORECASE)
+MAY_HAVE_STEP = re.compile("step|it[er]|epoch|update|^s:|^[|│┃]".encode(), re.IGNORECASE)
+BORDER = "|│┃"
 COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 DICTIONARY = re.compile(r"\{\s*['\"]")
 WRAPPED = re.compile(r"\b(?:np\.|numpy\.)?(?:float|int|tensor|array)\d*\(([^(),]*)\)")  # np.float64(0.5)
@@ -79,6 +81,7 @@ class _Content:
     num_others: int = 0  # lines that are neither numbers nor comments
     has_dictionaries: bool = False
     has_separator: bool = False
+    last_step: Cell | None = None
     seed: int | None = None
     rank: str = ""  # the first whose lines are metrics
     num_other_ranks: int = 0
@@ -127,7 +130,8 @@ def _add_line(content: _Content, number: int, line: bytes) -> None:
         return
     text = COLOUR.sub("", line.decode(errors="replace")).strip()
     content.first_line = content.first_line or text
-    cells = _parse_dictionary(content, text) or _parse_pairs(content, text)
+    cells = _parse_box(content, text) or _parse_dictionary(content, text) or _parse_pairs(content, text)
+    content.last_step = cells.get(STEP, content.last_step)
     if cells.keys() - {STEP, EPOCH} and cells.keys() & {STEP, EPOCH}:
         rank = match[1] if (match := RANK.match(text)) else ""
         content.rank = content.rank or rank
@@ -176,6 +180,20 @@ def _parse_pairs(content: _Content, text: str) -> dict[str, Cell]:
         else:
             words = []
     return cells if STEP in cells or EPOCH in cells else {}
+
+
+def _parse_box(content: _Content, text: str) -> dict[str, Cell]:
+    """Return the numbers in a row of a table, `| key | 0.5 |`, which belong to the last step printed."""
+    if content.last_step is None or not text or text[0] not in BORDER or text[-1] not in BORDER:
+        return {}
+    parts = [part.strip() for part in re.split(f"[{BORDER}]", text[1:-1])]
+    values = {key: VALUE.fullmatch(part) for key, part in zip(parts[::2], parts[1::2], strict=False)}
+    cells = {
+        key: float(value[1].replace(",", ""))
+        for key, value in values.items()
+        if value and WORD.fullmatch(key)
+    }
+    return {STEP: content.last_step, **cells} if cells else {}
 
 
 def _tokens(text: str) -> list[str]:

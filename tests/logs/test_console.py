@@ -85,6 +85,16 @@ def test_rounded_epochs_that_repeat_replace_nothing(tmp_path: Path) -> None:
     ]
 
 
+def test_tables_printed_after_each_step(tmp_path: Path) -> None:
+    box = "╭────┬────╮\n│ reward/avg │ {x:.4e} │ n │ 64 │\n│ name │ text │\n├────┼────┤\n│ lr │ 1e-05 │\n"
+    lines = [
+        f"INFO: Step {s}/9 Train step {s}/9 done.\n\x1b[0m\n\x1b[32m{box.format(x=s / 8)}\x1b[0m"
+        for s in (3, 4)
+    ]
+    log = one(written(tmp_path / "main.log", "| 0 | 1 |\n| util | 5 |\n" + "".join(lines)))
+    assert log.metrics.keys() == {"reward/avg", "n", "lr"} and values(log, "reward/avg") == {3: 0.375, 4: 0.5}
+
+
 def test_source_code_and_other_ranks_are_no_metrics(tmp_path: Path) -> None:
     code = "if step == 0: lr = 1\nx = 1 if step != 3 else 2\nself.step = 0; lr = 2\nprint0(f'step:{step}')\n"
     code = f"import torch\n{code}a scale of step 2 is as good as 3\n{'=' * 40}\n"
