@@ -14,7 +14,7 @@ BUDGETS = {  # room -> lines
     "experiment": 2_130,
     "external": 520,
     "launch": 5_435,
-    "logs": 8_280,
+    "logs": 8_830,
     "messages": 2_160,
     "processes": 980,
     "recipe": 4_270,

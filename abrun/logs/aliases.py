@@ -5,7 +5,9 @@ default settings: a probability difference is not `train/token_mult_prob_error`,
 one over tokens, and gigabytes are not bytes. docs/reference/metrics.md lists the differences that remain
 under a shared name. Taken from the sources of TRL f2cd577, verl b178a3c, NeMo-RL 7ea279a, SkyRL a956457,
 OpenRLHF 3c3be62, slime 624b824, prime-rl 559b447, open-instruct e6c3044, PipelineRL 58d3934, Fast-LLM
-7d61a1b, torchtitan b5bcd76 and Megatron-LM d98e8a6, all of 2026.
+7d61a1b, torchtitan b5bcd76 and Megatron-LM d98e8a6, all of 2026; AReaL's from logs of its PPO examples, and
+names of Fast-LLM's reward from its `docs/recipes/reinforcement-learning.md` (d3e3186). Trinity-RFT's trainer
+has verl's names (agentscope-ai/Trinity-RFT, "Metrics Reference").
 """
 
 import difflib
@@ -38,7 +40,9 @@ FRAMEWORK_MARKERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("pipelinerl", ("rl/ess",)),
     ("open-instruct", ("loss/policy_avg",)),
     ("prime-rl", ("mismatch_kl/all/mean",)),
+    ("prime-rl", ("reward/all/mean",)),  # its orchestrator, without the trainer
     ("prime-rl", ("optim/grad_norm",)),
+    ("areal", ("ppo_actor/task_reward/avg",)),
     ("fast-llm", ("training/step_time_ms",)),
     ("torchtitan-rl", ("rollout_reward/_mean",)),
     ("torchtitan", ("loss_metrics/global_avg_loss",)),
@@ -47,9 +51,11 @@ FRAMEWORK_MARKERS: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 # Common names, in lower case with `_` for `-`, after any folders except those of evaluations.
 _AVERAGED = r"([/_](mean|avg|average))?"
+_LOSS_NAME = "grpo|gspo|ppo"  # in front of Fast-LLM's metrics: gspo_train_samples_reward
 _PLAIN_NAMES = {
-    "train/reward": rf"((train|training|mean|avg|average|episode|ep|raw)_)*(rew|rewards?|scores?){_AVERAGED}",
-    "train/loss": rf"((train|training|total|policy|actor|mean|avg)_)*loss{_AVERAGED}",
+    "train/reward": rf"((train|training|mean|avg|average|episode|ep|raw|task|samples|{_LOSS_NAME})_)*"
+    rf"(rew|rewards?|scores?){_AVERAGED}",
+    "train/loss": rf"((train|training|total|policy|actor|mean|avg|{_LOSS_NAME})_)*loss{_AVERAGED}",
     "train/grad_norm": rf"((global|total|policy|actor)_)*grad(ient)?_?norm{_AVERAGED}",
     "train/entropy": rf"((policy|mean|avg)_)*entropy{_AVERAGED}",
     "train/lr": r"((policy|actor)_)*(lr|learning_rate)",

@@ -3,7 +3,9 @@
 A long table has a column that names the arm, the run or the seed, and possibly one that names the metric of a
 `value`. wandb exports a chart: the x-axis, then `<run> - <metric>` for every run, with the minimum and
 maximum in each of the chart's buckets. TensorBoard exports one metric as `Wall time,Step,Value`, with run and
-metric in the file name. (Both formats are those of the pages' download buttons.)
+metric in the file name. (Both formats are those of the pages' download buttons.) Aim's data frames are long:
+`step`, `value`, `metric.name`, `metric.context.<key>`, `run.hash` and `run.<parameter>` (aimhubio/aim,
+`aim/sdk/sequences/metric.py`).
 """
 
 import re
@@ -15,13 +17,15 @@ import numpy as np
 
 from abrun.errors import StoreError
 from abrun.logs.csv_files import CsvTable, find_ambiguous_columns, leave_out_columns, read_csv_table
-from abrun.logs.foreign.columns import Table
+from abrun.logs.foreign.columns import ColumnBuilder, Table
 from abrun.logs.log import NOTHING_RECORDED, Log
+from abrun.logs.rows import CONFIG, constant_config
 from abrun.logs.scores import read_scores
 from abrun.logs.tables import (
     TORN_NOTE,
     find_key_columns,
     group_rows,
+    key_text,
     log_from_table,
     name_log,
     read_json_table,
@@ -50,6 +54,7 @@ def read_csv(path: Path, name: str, step_column: str | None, *, one_run: bool) -
         logs = _read_chart(path, content, chart_columns)
     else:
         table, ambiguous = content.run_table(path, step_column)
+        table = _rename_aim_columns(table)
         if not one_run and step_column is None and (logs := read_scores(path, name, table)):
             # Nobody is still writing the last line of a table of scores.
             note = UNENDED_NOTE if content.has_unended_row else TORN_NOTE
@@ -80,9 +85,10 @@ def read_json(path: Path, name: str, step_column: str | None, *, one_run: bool) 
 
 
 def _read_table(path: Path, name: str, table: Table, step_column: str | None, *, one_run: bool) -> list[Log]:
+    table = _rename_aim_columns(table)
     logs = [] if one_run or step_column is not None else read_scores(path, name, table)
     if not logs and not one_run:
-        logs = _read_long_table(path, name, table, step_column, min_runs=2)
+        logs = _read_long_table(path, name, table, step_column, min_runs=1 if table.header else 2)
     if not logs:
         wide = table if table.header else widen_table(table, step_column)
         logs = [replace(log_from_table(path, wide, step_column), name=name)]
@@ -139,6 +145,28 @@ def _read_tensorboard_download(path: Path, name: str, content: CsvTable) -> Log:
     return replace(log, name=folder + run, is_part=True, guesses=("metric names from TensorBoard's files",))
 
 
+def _rename_aim_columns(table: Table) -> Table:
+    """Return a data frame of Aim with the columns of a long table; any other table unchanged.
+
+    A run's parameters become its configuration, a metric's context a prefix: `train/loss`.
+    """
+    if not table.columns.keys() >= {"metric.name", "value"}:
+        return table
+    contexts = [name for name in table.columns if name.startswith("metric.context.")]
+    labels = ColumnBuilder()
+    for row, parts in enumerate(zip(*map(table.cells, (*contexts, "metric.name")), strict=True)):
+        labels.add_text(row, "/".join(filter(None, map(key_text, parts))))
+    parameters = {
+        f"{CONFIG}{name.removeprefix('run.')}": column
+        for name, column in table.columns.items()
+        if name.startswith("run.") and name != "run.hash"
+    }
+    names = {"step": "step", "value": "value", "run.hash": "run"}
+    columns = {new: table.columns[name] for name, new in names.items() if name in table.columns}
+    columns |= {"metric": labels.build(), **parameters}
+    return replace(table, columns=columns, header=[*columns])
+
+
 # --- long tables ---
 
 
@@ -162,5 +190,6 @@ def _read_long_table(
     logs = []
     for values, run_table in zip(runs, table.without(key_names).split(groups, len(runs)), strict=True):
         log = log_from_table(path, widen_table(run_table, step_column), step_column)
+        log = replace(log, config=log.config or constant_config(run_table) or None)
         logs.append(name_log(log, name, dict(zip(identity_columns, values, strict=True)), guess))
     return logs

@@ -1,8 +1,9 @@
-"""Reader for the samples of lm-evaluation-harness (`--log_samples`): scores per document.
+"""Reader for lm-evaluation-harness: samples (`--log_samples`), scores per document, or else totals.
 
 A model's folder has a file `samples_<task>_<time>.jsonl` for each task, with a row per document and filter. A
 row has the document's number and hash, the names of its metrics, and each metric under its own key
-(EleutherAI/lm-evaluation-harness, `lm_eval/evaluator.py` and `result_schema.py` of August 2026).
+(EleutherAI/lm-evaluation-harness, `lm_eval/evaluator.py` and `result_schema.py` of August 2026). The totals
+of all tasks are in `results_<time>.json`: `{"results": {task: {"acc,none": 0.5, "acc_stderr,none": 0.01}}}`.
 """
 
 import hashlib
@@ -15,16 +16,22 @@ from typing import Any
 import numpy as np
 
 from abrun.errors import StoreError
-from abrun.logs.foreign.files import read_lines
-from abrun.logs.foreign.values import Points, as_name, as_number, as_text, parse_json
+from abrun.logs.foreign.files import MAX_DOCUMENT_BYTES, read_file, read_lines
+from abrun.logs.foreign.values import Points, as_mapping, as_name, as_number, as_text, parse_json, to_float
 from abrun.logs.log import NOTHING_RECORDED, Log
 from abrun.logs.rows import check_number_of_metrics
 from abrun.logs.scores import average_by_prompt, number_prompt
 from abrun.logs.tables import TORN_NOTE
+from abrun.messages.numbers import more_text
 from abrun.runs.redaction import list_names, printable
 from abrun.stats.series import Series
 
-SAMPLES_FILE = re.compile(r"samples_(?P<task>.+)_(?P<time>\d{4}-\d\d-\d\dT\d\d-\d\d-\d\d(\.\d+)?)\.jsonl")
+TIME = r"(?P<time>\d{4}-\d\d-\d\dT\d\d-\d\d-\d\d(\.\d+)?)"
+SAMPLES_FILE = re.compile(rf"samples_(?P<task>.+)_{TIME}\.jsonl")
+TOTALS_FILE = re.compile(rf"results_{TIME}\.json")
+STANDARD_ERROR = "_stderr"
+MAX_SHOWN = 8  # standard errors
+TOTALS_GUESS = "results_*.json holds totals only; run lm_eval with --log_samples for a paired test per prompt"
 GUESS = "samples of lm-evaluation-harness: scores per prompt; windows and step one do not apply"
 
 
@@ -76,6 +83,40 @@ def read_samples(files: Sequence[Path], name: str) -> Log:
         },
         guesses=(GUESS,),
         notes=tuple(notes if scores else [*notes, NOTHING_RECORDED]),
+    )
+
+
+def read_totals(files: Sequence[Path], name: str) -> Log:
+    """Return the totals of one model's last evaluation, as metrics `<task>/<metric>[,<filter>]`."""
+    path = max(files)  # the time is in the name
+    place = printable(str(path))
+    document = parse_json(read_file(path, MAX_DOCUMENT_BYTES), place)
+    results = document.get("results") if isinstance(document, dict) else None
+    if not isinstance(results, dict):
+        raise StoreError(f"{place}: no 'results'; expected totals of lm-evaluation-harness: evaluate again")
+    totals: dict[str, float] = {}
+    errors: list[str] = []
+    for task, scores in results.items():
+        for key, value in as_mapping(scores).items():
+            metric, _, filter_name = key.partition(",")
+            label = f"{task}/{metric}" + (f",{filter_name}" if filter_name not in ("", "none") else "")
+            if isinstance(value, bool) or not isinstance(value, int | float) or not as_name(label):
+                continue
+            if metric.endswith(STANDARD_ERROR):
+                errors.append(f"{label.replace(STANDARD_ERROR, '')} {value:.4g}")
+            else:
+                totals[label] = to_float(value)
+    check_number_of_metrics(len(totals), place)
+    shown = ", ".join(errors[:MAX_SHOWN]) + more_text(len(errors) - MAX_SHOWN)
+    guesses = [TOTALS_GUESS, f"standard errors of {printable(str(path.parent))}: {shown}"]
+    notes = [f"older evaluations left out: {len(files) - 1}"] * (len(files) > 1)
+    return Log(
+        name=name,
+        place=place,
+        axis="final",
+        metrics={label: Series(np.zeros(1, np.int64), np.array([total])) for label, total in totals.items()},
+        guesses=tuple(guesses if errors else guesses[:1]),
+        notes=tuple(notes if totals else [*notes, NOTHING_RECORDED]),
     )
 
 

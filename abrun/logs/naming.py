@@ -28,6 +28,7 @@ SUFFIXES = {  # suffixes of files that hold runs -> format
     ".parquet": "parquet",
     ".wandb": "wandb",
     ".json": "json",  # only if it holds a list of rows
+    **dict.fromkeys((".log", ".txt", ".out"), "console"),
 }
 # The first that matches every name, with the fewest leading folders, is used. Each may end in -aa{rerun}.
 DEFAULT_PATTERNS = (

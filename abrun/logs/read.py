@@ -31,12 +31,22 @@ from abrun.logs.trackers import complete_tracker_logs
 from abrun.runs.redaction import list_names, printable
 
 FORMATS = ("tensorboard", "wandb", "csv", "jsonl", "parquet")  # of one run, which read_log follows
-# Tables that no reader supports; an error names them if a source has no other runs.
-FOREIGN_FILE = re.compile(
-    r".+\.(xlsx?|ods|numbers|db|sqlite3?|feather|arrow|h5|hdf5|zip|7z|tar|bz2|xz|zst|tgz|gz)"
-    r"|.+\.(csv|tsv|jsonl|ndjson|parquet)[.~].*",  # rotated or copied, such as log.jsonl.1
-    re.IGNORECASE,
-)
+# Tables that no reader supports: an error names them, with a way to one that is read
+FOREIGN_SUFFIXES = {
+    r".+\.(xlsx?|ods|numbers)": "a spreadsheet: export it as CSV",
+    r".+\.(db|sqlite3?)": "a database of another program: export its metrics as CSV",
+    r".+\.(feather|arrow|h5|hdf5)": "write it as CSV or Parquet",
+    r".+\.(zip|7z|tar|bz2|xz|zst|tgz|gz)": "unpack it",
+    r".+\.(csv|tsv|jsonl|ndjson|parquet)[.~].*": "rotated or copied: rename it if it is a run",
+}
+FOREIGN_FILE = re.compile("|".join(FOREIGN_SUFFIXES), re.IGNORECASE)
+# Those that lie beside any logs are named only if nothing else is there.
+OTHER_SUFFIXES = {
+    r".+\.(npy|npz|pkl|pickle|pth?)": "write its metrics as CSV or Parquet",
+    r".+\.(ipynb|html?|pdf|png|svg|md)": "write the numbers of its tables and plots as CSV",
+    r".+\.ya?ml": "write its metrics as CSV or JSON",
+    r".+\.json": "neither a list of rows nor {metric: {step: value}}",
+}
 DUMP_FOLDERS = {"completions", "rollouts", "rollout_data", "streams", "generations"}
 WANDB_PROJECT = r"[^/:]+/[^/]+(/[^/]+)?"
 START_TIME = re.compile(r"run-(\d{8}_\d{6})-")
@@ -144,7 +154,8 @@ def _find_runs(
     if not runs:
         expected = format or f"{', '.join((*FORMATS, *stores()))} or abrun's own"
         others = unsupported or sorted(findings.names)
-        contents = f"; it holds {list_names(others, 3)}" if others else ""
+        way = _way_to_table([] if findings.runs else others)
+        contents = f"; it holds {list_names(others, 3)}{way}" if others else ""
         raise StoreError(
             f"{printable(source)}: no runs found; allowed: runs logged as {expected}{contents}"
             + "".join(f"; {note.partition(': ')[2]}" for note in link_note)
@@ -158,22 +169,32 @@ def _find_runs(
 
     forms = sorted((form for form in formats if by_format[form]), key=preference)
     note = f"{printable(source)}: unsupported format, not read: {list_names(unsupported, 3)}"
+    note += _way_to_table(unsupported)
     return {form: by_format[form] for form in forms}, [note] * bool(unsupported) + link_note, findings.links
 
 
 def _single_file(path: Path, format: str | None) -> RunFiles:
     reader = find_file_format(path)
     is_list = reader is not None and reader.name == "json" and format == "jsonl"
-    if (reader is None and format in FORMATS[1:]) or is_list:
+    if ((reader is None or reader.is_incidental) and format in FORMATS[1:]) or is_list:
         # the user's prefix decides for an unknown suffix
         reader = next(form for form in all_formats() if form.name == format)
     if reader is None or (format is not None and reader.name != format):
         raise StoreError(
-            f"{printable(str(path))}: not a {format or 'metrics'} file; allowed: *.csv, *.tsv, *.jsonl, "
-            f"*.ndjson (also as *.gz), *.json, *.parquet, *.wandb, *.swanlab, {EVENT_FILE_PREFIX}*, "
-            f"{TRAINER_STATE}, a database of MLflow or trackio"
+            f"{printable(str(path))}: not a {format or 'metrics'} file{_way_to_table([path.name])}; allowed: "
+            "*.csv, *.tsv, *.jsonl, *.ndjson (also as *.gz), *.json, *.parquet, *.log, *.txt, *.out, "
+            f"*.wandb, *.swanlab, {EVENT_FILE_PREFIX}*, {TRAINER_STATE}, a database of MLflow or trackio"
         )
     return RunFiles(format=reader, name=path.name, path=path, files=(path,))
+
+
+def _way_to_table(names: Sequence[str]) -> str:
+    """Return, in brackets, how to make a table of the first file of a known format; empty if none is."""
+    for name in names:
+        for pattern, way in (FOREIGN_SUFFIXES | OTHER_SUFFIXES).items():
+            if re.fullmatch(pattern, name, re.IGNORECASE):
+                return f" ({way})"
+    return ""
 
 
 def _find_in_folder(top: Path) -> Findings:
@@ -272,14 +293,15 @@ def _read_fullest_format(
             note = f"{printable(source)}: read the runs with steps, ignored the final scores of {num_scored}"
             ignored = [*ignored, *([note] if has_steps and scored else [])]
         if any(log.metrics for _, log in logs):
-            other_formats = [form.name for form in all_formats() if form in by_format and form is not format]
+            others = {form for form in by_format if form is not format and not form.is_incidental}
+            other_formats = [form.name for form in all_formats() if form in others]
             note = f"{printable(source)}: read the {format.name} logs, ignored {', '.join(other_formats)}"
             return logs, [*([note] if other_formats else []), *ignored_tables, *ignored]
         runs_without_metrics = runs_without_metrics or logs
     if score_tables:
         return score_tables, ignored
-    if first_error:
-        raise first_error
+    if first_error:  # of files that may be no logs: what else is there may be them
+        raise type(first_error)("; ".join((str(first_error), *ignored)))
     return runs_without_metrics, ignored
 
 
@@ -315,7 +337,7 @@ def _read_runs(sources: Sequence[RunFiles], step_column: str | None) -> tuple[Re
     for source, error in errors:
         if _name_without_digits(source) in names:
             logs.append((source, unreadable_log(source.name, source.path, error)))
-        else:
+        elif not source.format.is_incidental:
             ignored[_name_without_digits(source)].append(str(error))
     return logs, [
         f"ignored: {problems[0]}{f' (and {len(problems) - 1} more of that name)' * (len(problems) > 1)}"

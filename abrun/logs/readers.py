@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from abrun.errors import AbrunError, StoreError
+from abrun.logs.console import read_console
 from abrun.logs.exports import read_csv, read_json, read_parquet
 from abrun.logs.foreign.files import Folder, find_companion, open_file
 from abrun.logs.foreign.values import Points
-from abrun.logs.lm_eval import SAMPLES_FILE, read_samples
+from abrun.logs.golden_values import SERIES
+from abrun.logs.lm_eval import SAMPLES_FILE, TOTALS_FILE, read_samples, read_totals
 from abrun.logs.log import Log, LogStatus, replaced_notes
 from abrun.logs.naming import SUFFIXES, strip_suffix
 from abrun.logs.stored import is_run_dir, read_run_dir
@@ -106,6 +108,7 @@ class Format:
     is_named_by_folder = False  # a run in a file has the name of its folder
     is_table = False  # a file that cannot be read may be none of the runs
     is_fallback = False  # read only if no other format has runs
+    is_incidental = False  # files of its suffixes lie beside any logs: not mentioned if others are read
     is_installed = False  # added by an entry point: files that another format claims are not offered to it
 
     def claims(self, path: Path, names: Collection[str] = ()) -> bool:
@@ -165,10 +168,14 @@ class Wandb(Format):
 
 
 class LmEval(Format):
-    name, file_name, is_one_run = "lm-eval", SAMPLES_FILE, True
+    """Samples of a model, and without these its totals."""
+
+    name, is_one_run = "lm-eval", True
+    file_name = re.compile(f"{SAMPLES_FILE.pattern}|{TOTALS_FILE.pattern.replace('?P<time>', '')}")
 
     def read(self, run: RunFiles, step_column: str | None, *, one_run: bool = False) -> list[Log]:
-        return [read_samples(run.files, run.name)]
+        samples = [file for file in run.files if SAMPLES_FILE.fullmatch(file.name)]
+        return [read_samples(samples, run.name) if samples else read_totals(run.files, run.name)]
 
 
 class TrainerState(Format):
@@ -198,6 +205,7 @@ class TableFormat(Format):
 
     def __init__(self, name: str, read_file: Callable[..., list[Log]], *, is_fallback: bool = False) -> None:
         self.name, self.read_file, self.is_fallback = name, read_file, is_fallback
+        self.is_incidental = name == "console"
         suffixes = "|".join(re.escape(suffix) for suffix, form in SUFFIXES.items() if form == name)
         packed = "" if name == "parquet" else r"(\.gz)?"
         self.file_name = re.compile(rf".+({suffixes}){packed}", re.IGNORECASE | re.DOTALL)
@@ -205,20 +213,20 @@ class TableFormat(Format):
     def find(self, folder: Folder, files: Sequence[Path]) -> Places:
         for file in files:
             is_dump = DUMP_FILE.fullmatch(strip_suffix(file.name))
-            if not is_dump and (self.name != "json" or _is_json_list(file)):
+            if not is_dump and (self.name != "json" or _holds_json_rows(file)):
                 yield file, (file,)
 
     def read(self, run: RunFiles, step_column: str | None, *, one_run: bool = False) -> list[Log]:
         return self.read_file(run.path, run.name, step_column, one_run=one_run)
 
 
-def _is_json_list(path: Path) -> bool:
+def _holds_json_rows(path: Path) -> bool:
     try:
         with open_file(path) as file:
-            start = file.read(64)
+            start = file.read(1024)
     except StoreError:
         return False
-    return start.startswith(b"\x1f\x8b") or JSON_LIST.match(start) is not None
+    return start.startswith(b"\x1f\x8b") or any(kind.match(start) for kind in (JSON_LIST, SERIES))
 
 
 # --- installed readers ---
@@ -298,6 +306,7 @@ OTHERS: tuple[Format, ...] = (
     LmEval(),
     TrainerState(),
     TableFormat("json", read_json, is_fallback=True),
+    TableFormat("console", read_console, is_fallback=True),
 )
 
 

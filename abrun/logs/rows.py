@@ -20,7 +20,7 @@ from abrun.logs.foreign.values import (
     to_float,
 )
 from abrun.logs.log import Log, replaced_notes
-from abrun.logs.step_parts import separate_rows
+from abrun.logs.step_parts import Processes, separate_rows
 from abrun.runs.lines import CHECKSUM
 from abrun.runs.redaction import list_names, printable
 from abrun.stats.series import Array, Series, build_series, split_series
@@ -152,22 +152,13 @@ def series_of_table(table: Table, step_column: str | None) -> TableMetrics:
         table = separated
         numbers, texts = _parse_numbers(table, step_column)
         unread = _describe_texts(table, texts)
-    config = _constant_config(table)
-    excluded = {column, *NON_METRIC_COLUMNS, *config}
-    is_used = is_filled & ~np.isnan(steps)
-    all_steps = steps.astype(np.int64) if is_used.all() else None
-    built: dict[str, tuple[Series, int]] = {}
-    for name, (rows, values) in numbers.items():
-        if name in excluded or name.startswith(UNNAMED):
-            continue
-        if processes is not None:
-            used = is_used[rows]
-            built[name] = processes.average(rows[used], steps[rows[used]].astype(np.int64), values[used])
-        elif all_steps is not None and len(rows) == len(table):
-            built[name] = build_series(all_steps, values)  # dense metrics share their steps
-        elif (used := is_used[rows]).any():
-            built[name] = build_series(steps[rows[used]].astype(np.int64), values[used])
-    metrics, replaced = split_series(built)
+    excluded = {column, *NON_METRIC_COLUMNS, *_constant_columns(table)}
+    metric_numbers = {
+        name: column_numbers
+        for name, column_numbers in numbers.items()
+        if name not in excluded and not name.startswith(UNNAMED)
+    }
+    metrics, replaced = split_series(_build_metrics(metric_numbers, steps, is_filled, processes))
     notes = [*split_notes, *_text_notes(table, texts, metrics), *replaced_notes(replaced)]
     if num_without_step:
         notes.append(f"{num_without_step} of {num_filled} rows without {column} were left out")
@@ -176,9 +167,27 @@ def series_of_table(table: Table, step_column: str | None) -> TableMetrics:
         notes=notes,
         unread=unread,
         dropped=_dropped_steps(numbers, texts, steps),
-        config={name.removeprefix(CONFIG).replace("/", "."): value for name, value in config.items()},
+        config=constant_config(table),
         guesses=[processes.guess] if processes else [],
     )
+
+
+def _build_metrics(
+    numbers: Mapping[str, Numbers], steps: Array, is_filled: NDArray[np.bool_], processes: Processes | None
+) -> dict[str, tuple[Series, int]]:
+    """Return each metric's series, and how many points a later one replaced; `steps` [R]: of the rows."""
+    is_used = is_filled & ~np.isnan(steps)
+    all_steps = steps.astype(np.int64) if is_used.all() else None
+    built: dict[str, tuple[Series, int]] = {}
+    for name, (rows, values) in numbers.items():
+        if processes is not None:
+            used = is_used[rows]
+            built[name] = processes.average(rows[used], steps[rows[used]].astype(np.int64), values[used])
+        elif all_steps is not None and len(rows) == len(steps):
+            built[name] = build_series(all_steps, values)  # dense metrics share their steps
+        elif (used := is_used[rows]).any():
+            built[name] = build_series(steps[rows[used]].astype(np.int64), values[used])
+    return built
 
 
 def _describe_texts(table: Table, texts: Mapping[str, tuple[Rows, list[str]]]) -> dict[str, str]:
@@ -286,14 +295,22 @@ def _dropped_steps(
     return dropped
 
 
-def _constant_config(table: Table) -> dict[str, Any]:
-    """Return the values that every row repeats under `config/`."""
+def constant_config(table: Table) -> dict[str, Any]:
+    """Return the values that every row repeats under `config/`, by dotted key."""
+    values = _constant_columns(table)
+    return {
+        name.removeprefix(CONFIG).replace("/", "."): _parse_config_value(*values[name]) for name in values
+    }
+
+
+def _constant_columns(table: Table) -> dict[str, set[Cell]]:
+    """Return the value of each column under `config/` whose rows have the same."""
     values = {
         name: {*column.values[~column.is_text].tolist(), *column.texts}
         for name, column in table.columns.items()
         if name.startswith(CONFIG)
     }
-    return {name: _parse_config_value(*distinct) for name, distinct in values.items() if len(distinct) == 1}
+    return {name: distinct for name, distinct in values.items() if len(distinct) == 1}
 
 
 def _parse_config_value(cell: float | str) -> Any:

@@ -4,7 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,13 @@ from abrun.logs.foreign.columns import (
 )
 from abrun.logs.foreign.files import TextFile, open_file
 from abrun.logs.foreign.values import parse_json, shorten_cell
+from abrun.logs.golden_values import SERIES, series_table
 from abrun.logs.log import NOTHING_RECORDED, Log, missing_package_error
 from abrun.logs.naming import SEED_LIMIT, strip_suffix
 from abrun.logs.rows import STEP_COLUMNS, check_number_of_metrics, flat_cells, series_of_table
 from abrun.runs.layout import RunName
 from abrun.runs.lines import LineParser, damaged_line_error
-from abrun.runs.redaction import printable
+from abrun.runs.redaction import list_names, printable
 
 TORN_NOTE = "its last line is torn, or still being written, and was left out"
 NO_FOOTER_NOTE = "it has no footer (it is torn, or still being written) and cannot be read"
@@ -57,7 +58,7 @@ METRIC_COLUMNS = ("metric", "variable", "tag", "key", "name")
 VALUE_COLUMNS = ("value", "val")
 
 # A row's identity is its text: a run may be named 007, and a prompt's number have twenty digits.
-KEY_COLUMNS = {*ARM_COLUMNS, *RUN_COLUMNS, *SEED_COLUMNS, *METRIC_COLUMNS}
+KEY_COLUMNS = {*ARM_COLUMNS, *RUN_COLUMNS, *SEED_COLUMNS, *METRIC_COLUMNS, "run.hash"}
 SEED_NAME = r".*(^|[/_\-. ])(seed|s)[-_= ]?\d{1,10}"
 MODEL_COLUMNS = ("model", "model_name", "checkpoint")  # settings, in a table with steps
 BENCHMARK_COLUMNS = ("benchmark", "task", "dataset", "eval", "evaluation")
@@ -160,14 +161,19 @@ def read_json_table(path: Path) -> tuple[Table, list[str]]:
     Nested names are joined by '/'; NaN and Infinity may be bare or quoted.
     """
     file, notes = TextFile(path), list[str]()
-    lines = enumerate(file.lines(), 1)
-    first_line = next(((number, line) for number, line in lines if line.strip()), None)
-    if first_line is None:
+    lines = ((number, line) for number, line in enumerate(file.lines(), 1) if line and not line.isspace())
+    first_lines = [*islice(lines, 2)]
+    if not first_lines:
         notes.append(NOTHING_RECORDED)
-    if first_line is not None and first_line[1].lstrip().startswith(b"["):
+    start = first_lines[0][1].strip() if first_lines else b""
+    is_indented = start.startswith(b"{") and not start.endswith(b"}")
+    may_be_series = is_indented or (len(first_lines) == 1 and SERIES.match(start) is not None)
+    if may_be_series and (table := _parse_document(path, is_indented=is_indented)):
+        return table, []
+    if start.startswith(b"["):
         rows = enumerate(_parse_list(path, TextFile(path).content()), 1)
     else:
-        rows = _parse_objects(path, chain([first_line] if first_line else [], lines), notes)
+        rows = _parse_objects(path, chain(first_lines, lines), notes)
     builder = TableBuilder(path_text(path))
     for number, row in rows:
         if isinstance(row.get("log_history"), list):  # ms-swift's last row repeats the history
@@ -184,14 +190,12 @@ def _parse_objects(
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     parser = LineParser()
     for number, line in lines:
-        if not line or line.isspace():
-            continue
         if not parser.is_intact(line):
             raise damaged_line_error(path_text(path), f"line {number}", line)
         row = parse_json(line)
         if isinstance(row, dict):
             yield number, row
-        elif line.lstrip().startswith(b"{") and not any(line.strip() for _, line in lines):
+        elif line.lstrip().startswith(b"{") and next(lines, None) is None:
             notes.append(TORN_NOTE)  # the last line
         else:
             excerpt = printable(line[:40].decode(errors="replace"))
@@ -199,6 +203,19 @@ def _parse_objects(
                 f"{path_text(path)}, line {number}: got '{excerpt}'; expected a JSON object: "
                 "remove the line or write the file again"
             )
+
+
+def _parse_document(path: Path, *, is_indented: bool) -> Table | None:
+    """Return the series in one object; None if the file holds none. An indented object is no line of rows."""
+    document = parse_json(TextFile(path).content(), path_text(path))
+    if not isinstance(document, dict):
+        return None
+    if (table := series_table(document, path_text(path))) or not is_indented:
+        return table
+    raise StoreError(
+        f"{path_text(path)}: one JSON object with {list_names([*document], 3)}; expected metrics by step, "
+        "{metric: {step: value}}, a list of objects, or an object per line: write one of these"
+    )
 
 
 def _parse_list(path: Path, content: bytes) -> list[dict[str, Any]]:
@@ -294,10 +311,10 @@ def read_trainer_state(path: Path, step_column: str | None = None) -> Log:
             f"{path_text(path)}: expected a trainer_state.json of transformers with a log_history"
         )
     table = table_of((dict(flat_cells(row)) for row in history), path_text(path))
-    return log_from_table(path, table.rename(_name_as_logged), step_column)
+    return log_from_table(path, table.rename(name_as_logged), step_column)
 
 
-def _name_as_logged(name: str) -> str:
+def name_as_logged(name: str) -> str:
     """Rename a metric like transformers' `rewrite_logs`: eval_x to eval/x, test_x to test/x, x to train/x."""
     if name == "step":
         return name

@@ -110,3 +110,34 @@ def test_documents_that_differ_are_not_paired(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="no prompt is in every run") as error:
         compare_sources(sources, ReadingOptions(), claims=[Claim(metric="rte/acc", margin=0.05)])
     assert "\n" not in str(error.value)
+
+
+def write_totals(folder: Path, results: object, time: str = TIME) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"results_{time}.json"
+    path.write_text(json.dumps({"results": results, "config": {"random_seed": 0}}, indent=2))
+    return path
+
+
+def test_totals_without_samples_are_final_scores_with_their_standard_errors(tmp_path: Path) -> None:
+    gsm8k = {"alias": " - gsm8k", "exact_match,strict": 0.5, "exact_match_stderr,strict": 0.0125}
+    ifeval = {"acc,none": 0.75, "acc_stderr,none": "N/A", "acc": True}
+    write_totals(tmp_path / "hf/org__model", {"gsm8k": {"exact_match,strict": 0.25}}, "2025-01-01T00-00-00")
+    write_totals(tmp_path / "hf/org__model", {"gsm8k": gsm8k, "ifeval": ifeval})
+    (log,) = read_logs(str(tmp_path))
+    assert (log.name, log.axis) == ("hf/org__model", "final")
+    assert {name: series.values.tolist() for name, series in log.metrics.items()} == {
+        "gsm8k/exact_match,strict": [0.5],
+        "ifeval/acc": [0.75],
+    }
+    assert "--log_samples for a paired test per prompt" in log.guesses[0]
+    assert log.guesses[1] == f"standard errors of {tmp_path}/hf/org__model: gsm8k/exact_match,strict 0.0125"
+    assert log.notes == ("older evaluations left out: 1",)
+    write(tmp_path / "hf/org__model", "gsm8k", [sample(0, acc=1.0), sample(1, acc=0.0)])
+    assert [log.axis for log in read_logs(str(tmp_path))] == ["prompts"]
+
+
+@pytest.mark.parametrize("results", [None, [1]])
+def test_totals_of_another_program_are_refused(tmp_path: Path, results: object) -> None:
+    with pytest.raises(StoreError, match=r"results_.*\.json: no 'results'; expected totals of lm-eval"):
+        read_logs(str(write_totals(tmp_path / "a", results)))

@@ -150,6 +150,25 @@ def test_metrics_of_another_definition_keep_their_names(framework: str, name: st
         assert renamed[name].value_at(0) == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("training/train_samples_reward", "train/reward"),  # Fast-LLM, with the name of its loss in front
+        ("training/gspo_train_samples_reward", "train/reward"),
+        ("grpo_loss", "train/loss"),
+        ("reward/all/mean", "train/reward"),  # prime-rl's orchestrator alone
+        ("ppo_actor/task_reward/avg", "train/reward"),  # AReaL
+        ("grpo_actor/task_reward/avg", "train/reward"),  # its earlier versions
+        ("rollout/reward/mean", "train/reward"),
+        ("eval-rollout/reward", None),
+        ("grpo_entropy", None),  # Fast-LLM's mean over documents
+    ],
+)
+def test_a_metric_that_is_recognised_alone(name: str, ours: str | None) -> None:
+    (renamed,) = rename_all([{name: series(1)}], parse_aliases([])).metrics
+    assert list(renamed) == [ours or name]
+
+
 def test_explicit_aliases(snapshot: Snapshot) -> None:
     metrics = {"a": series(1), "b": series(2)}
     assert rename_metrics(metrics, {"a": "b", "b": "a"}) == {"a": metrics["b"], "b": metrics["a"]}

@@ -3,8 +3,10 @@
 import gzip
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from abrun.errors import StoreError
@@ -331,14 +333,23 @@ def test_where_most_files_are_no_logs_the_format_that_has_numbers_is_read(
     assert [log.name for log in logs] == ["metrics.csv"]
     assert guesses(logs).splitlines() == [
         f"{tmp_path}: read the csv logs, ignored jsonl, json",
-        f"{tmp_path}: unsupported format, not read: 'sheet.xlsx'",
+        f"{tmp_path}: unsupported format, not read: 'sheet.xlsx' (a spreadsheet: export it as CSV)",
     ]
     (tmp_path / "metrics.csv").unlink()
     with snapshot.refused(StoreError):
         read_logs(str(tmp_path))
     for path in tmp_path.glob("*.json*"):
         path.unlink()
-    with pytest.raises(StoreError, match=r"no runs found; .*; it holds 'sheet\.xlsx'"):
+    with pytest.raises(StoreError, match=r"no runs found; .*; it holds 'sheet\.xlsx' \(a spreadsheet: "):
+        read_logs(str(tmp_path))
+    with pytest.raises(
+        StoreError, match=r"sheet\.xlsx: not a metrics file \(a spreadsheet: export it as CSV\);"
+    ):
+        read_logs(str(tmp_path / "sheet.xlsx"))
+    written(tmp_path / "notes.txt", "hello\n")
+    with pytest.raises(
+        StoreError, match=r"notes\.txt: console output without .*not read: 'sheet\.xlsx' \(a sp"
+    ):
         read_logs(str(tmp_path))
 
 
@@ -377,8 +388,8 @@ def test_a_rotated_log_that_is_not_read_is_named(tmp_path: Path) -> None:
 
 
 def test_files_below_a_folder_without_runs_are_named(tmp_path: Path) -> None:
-    written(tmp_path / "seed0/log_1718000000.txt", "Step 1 | loss:2.3\n")
-    with pytest.raises(StoreError, match=r"no runs found.*it holds 'seed0/log_1718000000.txt'"):
+    written(tmp_path / "seed0/log_1718000000.md", "Step 1 | loss:2.3\n")
+    with pytest.raises(StoreError, match=r"no runs found.*it holds 'seed0/log_1718000000.md'"):
         read_logs(str(tmp_path))
 
 
@@ -438,3 +449,34 @@ def test_train_and_eval_files_of_a_run_are_one_run(tmp_path: Path) -> None:
     log = one(tmp_path)
     assert log.name == "seed0" and len(log.metrics["reward"]) == len(ROWS)
     assert values(log, "acc") == {20: 1} and log.dropped == {"eval/reward": (10,)}
+
+
+@pytest.mark.parametrize("with_run", [True, False])
+@pytest.mark.parametrize("name", ["aim.csv", "aim.parquet", "aim.json"])
+def test_data_frames_of_aim(tmp_path: Path, name: str, with_run: bool) -> None:
+    """Hashes may look like numbers. Parameters are configuration, contexts are prefixes."""
+    runs = {"123456789e2": (1, "adam"), "00ab": (2, "muon")} if with_run else {"00ab": (2, "muon")}
+    rows = [
+        {"idx": step, "step": step, "value": step / seed, "epoch": 0.5, "time": "2025-01-01 10:00:00"}
+        | ({"run.hash": run, "run.hparams.seed": seed, "run.hparams.opt": opt} if with_run else {})
+        | {"metric.name": "loss", "metric.context.subset": subset}
+        for run, (seed, opt) in runs.items()
+        for subset in ("train", "val")
+        for step in (1, 2, 3)
+    ]
+    frame = pd.DataFrame(rows)
+    write = {
+        ".csv": frame.to_csv,
+        ".parquet": frame.to_parquet,
+        ".json": partial(frame.to_json, orient="records"),
+    }
+    write[Path(name).suffix](tmp_path / name)
+    logs = {log.name: log for log in read_logs(str(tmp_path / name))}
+    assert logs.keys() == ({*runs} if with_run else {name})
+    log = logs["00ab" if with_run else name]
+    assert log.metrics.keys() == {"train/loss", "val/loss"} and values(log, "val/loss") == {
+        1: 0.5,
+        2: 1,
+        3: 1.5,
+    }
+    assert log.config == ({"hparams.seed": 2, "hparams.opt": "muon"} if with_run else None)

@@ -254,7 +254,7 @@ def test_other_sqlite_files_and_damaged_ones_are_named(tmp_path: Path) -> None:
         database.execute("CREATE TABLE metrics (x INTEGER)")
     with pytest.raises(StoreError, match=r"no runs found; allowed: runs logged as .*trackio.*'other.db'"):
         read(tmp_path)
-    with pytest.raises(StoreError, match=r"not a metrics file; allowed: .* a database of MLflow or trackio"):
+    with pytest.raises(StoreError, match=r"not a metrics file \(a database of another .*MLflow or trackio"):
         read(tmp_path / "other.db")
     path = write_trackio(tmp_path / "dpo.db")
     with sqlite3.connect(path) as database:
