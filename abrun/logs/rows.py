@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from abrun.errors import StoreError
-from abrun.logs.foreign.columns import Rows, Table
+from abrun.logs.foreign.columns import Cell, Rows, Table
 from abrun.logs.foreign.values import (
     DECIMAL_COMMA,
     MAX_NAME_CHARACTERS,
