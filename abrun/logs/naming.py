@@ -470,7 +470,7 @@ def differ_in_one_number(logs: Sequence[Log]) -> bool:
     if len({len(words) for words in split_names}) != 1 or not differ_only_by_numbers(logs):
         return False
     varying = [index for index, words in enumerate(zip(*split_names, strict=True)) if len({*words}) > 1]
-    return len(varying) == 1 and varying[0] % 2 == 1
+    return not varying or (len(varying) == 1 and varying[0] % 2 == 1)
 
 
 Evidence = list[tuple[str, list[int], list[list[str]]]]  # source, seeds, possible arms; likelier ones first

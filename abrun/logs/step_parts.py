@@ -86,7 +86,7 @@ def separate_rows(
         if words and _tell_apart(metrics, steps, _number_cells(table.cells(name))):
             return _prefix_metrics(table, name, words, step_names)
     for name in full:
-        if _is_grid(table.columns[name], steps):
+        if {*repeated} - {name} and _is_grid(table.columns[name], steps):
             raise StoreError(
                 f"{table.place}: rows of one step differ in column '{printable(name[:80])}' "
                 f"({list_names(_describe_values(table, name), 4)}); write one row a step, or a file for each "

@@ -1,6 +1,7 @@
 """Arm, seed and parts of runs as other people's trainers lay them out."""
 
 import json
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -245,6 +246,14 @@ def test_runs_named_by_their_start_have_the_arm_of_their_folder(tmp_path: Path) 
             write(tmp_path / f"vllm-{version}" / f"ppo_0818T{hour}:12" / "log.jsonl", int(hour))
     experiment = opened(tmp_path, baseline="vllm-0.8.1")
     assert names(experiment) == {"vllm-0.8.1": [0, 1], "vllm-0.8.3": [0, 1], "vllm-0.10.0": [0, 1]}
+    assert not experiment.seeds_known
+
+
+def test_runs_named_by_a_uuid_alone_are_one_arm(tmp_path: Path) -> None:
+    for number in range(3):
+        write(tmp_path / "candidate" / f"{uuid.UUID(int=number * 10**30, version=4)}.jsonl", number)
+    experiment = opened(tmp_path / "candidate")
+    assert names(experiment) == {"candidate": [0, 1, 2]}
     assert not experiment.seeds_known
 
 
