@@ -171,18 +171,9 @@ def compare(
         _list_runs(sources, reading)
     if wandb and output is None:
         raise RecipeError("--wandb requires --output FOLDER, whose report it uploads; add it")
-    comparison = compare_sources(
-        sources,
-        reading,
-        claims=parse_claims(claim),
-        alpha=alpha,
-        require=parse_require(require),
-        reference=reference,
-        arm=arm,
-        step_one=not no_step_one,
-        output=output,
-        command=typed_command(),
-    )
+    judging = {"claims": parse_claims(claim), "alpha": alpha, "require": parse_require(require)}
+    judging |= {"reference": reference, "arm": arm, "step_one": not no_step_one}
+    comparison = compare_sources(sources, reading, **judging, output=output, command=typed_command())
     _print(comparison, verbose=verbose, as_json=as_json)
     if wandb:
         _upload(comparison, sources, runs_dir)

@@ -186,8 +186,8 @@ def _parse_box(content: _Content, text: str) -> dict[str, Cell]:
     """Return the numbers in a row of a table, `| key | 0.5 |`, which belong to the last step printed."""
     if content.last_step is None or not text or text[0] not in BORDER or text[-1] not in BORDER:
         return {}
-    parts = [part.strip() for part in re.split(f"[{BORDER}]", text[1:-1])]
-    values = {key: VALUE.fullmatch(part) for key, part in zip(parts[::2], parts[1::2], strict=False)}
+    box_cells = [cell.strip() for cell in re.split(f"[{BORDER}]", text[1:-1])]
+    values = {key: VALUE.fullmatch(cell) for key, cell in zip(box_cells[::2], box_cells[1::2], strict=False)}
     cells = {
         key: float(value[1].replace(",", ""))
         for key, value in values.items()
@@ -257,7 +257,11 @@ def _number_table(path: Path, content: _Content) -> Table:
     names = header if {len(header)} == widths else [STEP, "loss"]
     steps = [values[0] for _, values in content.numbers]
     is_table = widths == {len(names)} and names[0].lower() in {*STEP_WORDS, EPOCH} and content.num_others <= 1
-    if len(steps) < MIN_ROWS or not is_table or any(after <= before for before, after in pairwise(steps)):
+    if (
+        len(steps) < MIN_ROWS
+        or not is_table
+        or any(step <= previous_step for previous_step, step in pairwise(steps))
+    ):
         excerpt = f" (it begins '{printable(content.first_line[:40])}')" if content.first_line else ""
         raise StoreError(
             f"{path_text(path)}: console output without metrics by step{excerpt}; expected lines such as "

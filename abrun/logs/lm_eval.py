@@ -107,8 +107,8 @@ def read_totals(files: Sequence[Path], name: str) -> Log:
             else:
                 totals[label] = to_float(value)
     check_number_of_metrics(len(totals), place)
-    shown = ", ".join(errors[:MAX_SHOWN]) + more_text(len(errors) - MAX_SHOWN)
-    guesses = [TOTALS_GUESS, f"standard errors of {printable(str(path.parent))}: {shown}"]
+    error_text = ", ".join(errors[:MAX_SHOWN]) + more_text(len(errors) - MAX_SHOWN)
+    guesses = [TOTALS_GUESS, f"standard errors of {printable(str(path.parent))}: {error_text}"]
     notes = [f"older evaluations left out: {len(files) - 1}"] * (len(files) > 1)
     return Log(
         name=name,

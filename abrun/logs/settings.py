@@ -11,10 +11,11 @@ from abrun.logs.foreign.files import path_kind, read_companion
 from abrun.logs.foreign.values import as_config, as_mapping, parse_foreign_yaml, parse_json
 from abrun.logs.log import Log
 from abrun.logs.mlflow_files import MAX_META_BYTES
+from abrun.runs.layout import CONFIG
 
 # In the run's folder or one above it, which holds no other run. The first that can be read counts.
 FILES = (
-    *(("hparams.yaml",), (".hydra", "config.yaml"), ("config.yaml",), ("config.json",), ("params.json",)),
+    *(("hparams.yaml",), (".hydra", "config.yaml"), ("config.yaml",), (CONFIG,), ("params.json",)),
     *(("args.json",), ("hparams.json",), ("args.yaml",), ("training_args.json",)),
 )
 MODEL_KEYS = {"model_type", "architectures"}  # a config.json of a model, not of a run

@@ -76,9 +76,9 @@ def separate_rows(
         return table, None, []
     metrics = [table.columns[name].rows for name in repeated]
     for name in filter(_PROCESS_COLUMN.fullmatch, names):
-        parts = _number_cells(table.cells(name))
-        if _tell_apart(metrics, steps, parts):
-            processes = Processes(column=name, row_numbers=parts, values=_describe_values(table, name))
+        numbers = _number_cells(table.cells(name))
+        if _tell_apart(metrics, steps, numbers):
+            processes = Processes(column=name, row_numbers=numbers, values=_describe_values(table, name))
             return table.without([name]), processes, []
     full = [name for name in names if len(table.columns[name].rows) == len(table)]
     for name in full:

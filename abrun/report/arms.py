@@ -81,11 +81,13 @@ def short_reasons(content: VerdictFile) -> list[str]:
     if not has_many_arms(content):
         return sentences(content.reasons)
     inner = [reason["reason"] if reason.code == Code.OF_ARM else reason for reason in content.reasons]
-    kept = [*compress(content.reasons, (reason.code not in _IN_ROW for reason in inner))]
-    of_arms = [reason for reason in kept if reason.code == Code.OF_ARM]
-    shown = [reason for reason in kept if reason not in of_arms[MAX_NAMED:]]
-    omitted = [f"{len(of_arms) - MAX_NAMED} more reasons of single arms: -v"] * (len(of_arms) > MAX_NAMED)
-    return [*_summarize(content), *sentences(shown), *omitted]
+    kept_reasons = [*compress(content.reasons, (reason.code not in _IN_ROW for reason in inner))]
+    arm_reasons = [reason for reason in kept_reasons if reason.code == Code.OF_ARM]
+    shown_reasons = [reason for reason in kept_reasons if reason not in arm_reasons[MAX_NAMED:]]
+    omitted = [f"{len(arm_reasons) - MAX_NAMED} more reasons of single arms: -v"] * (
+        len(arm_reasons) > MAX_NAMED
+    )
+    return [*_summarize(content), *sentences(shown_reasons), *omitted]
 
 
 def _summarize(content: VerdictFile) -> Iterator[str]:

@@ -129,8 +129,8 @@ def _size_line(content: VerdictFile, arm: str, section: ArmSection) -> ArmLine:
 
 def evidence_tables(content: VerdictFile) -> dict[Kind, list[Table]]:
     """Return the tables of evidence that stands where claims stand, with few unclaimed rows."""
-    found: dict[Kind, list[Evidence]] = {kind: content.select(kind) for kind in TABLES}
-    return {kind: TABLES[kind](evidence, content) for kind, evidence in found.items() if evidence}
+    evidence_by_kind: dict[Kind, list[Evidence]] = {kind: content.select(kind) for kind in TABLES}
+    return {kind: TABLES[kind](evidence, content) for kind, evidence in evidence_by_kind.items() if evidence}
 
 
 def treatment_name(content: VerdictFile) -> str:
@@ -179,11 +179,11 @@ def _description_tables(evidence: Sequence[Evidence], content: VerdictFile) -> l
     titles = ["metric", "steps", content.baseline, treatment_name(content), difference]
     by_arm = [[row for row in described if row.arm == arm] for arm in content.arms]
     first = MAX_METRICS // (1 + (len(content.arms) > 1))
-    shown = [row for rows in by_arm for row in rows[:first]]
+    shown_rows = [row for rows in by_arm for row in rows[:first]]
     arm = ["arm"] * (len(content.arms) > 1)
-    cells = [[row.arm for _ in arm] + _description_cells(row) for row in shown]
+    cells = [[row.arm for _ in arm] + _description_cells(row) for row in shown_rows]
     table = Table(columns(*arm, *titles, fold=True), cells, optional=("steps",))
-    return [table] if shown else []
+    return [table] if shown_rows else []
 
 
 def _metrics_line(described: Sequence[Evidence], content: VerdictFile, arm: str) -> str | None:

@@ -84,12 +84,12 @@ def describe_metrics(experiment: RecordedExperiment, arm: str, claims: Sequence[
     leading, *others = rows
     # The first metric is the question; the others are a search, so that their number counts
     p_values = [*(row["p"] for row in others), *[1.0] * (len(unclaimed) - len(chosen))]
-    found = [
+    adjusted = [
         replace(row, values={**row.values, "p_adjusted": p_adjusted, "num_metrics": len(p_values)})
         for row, p_adjusted in zip(others, benjamini_hochberg(p_values), strict=False)
     ]
-    claimed = [row for row in found if row["metric"] in [claim.metric for claim in claims]]
-    searched = [row for row in found if row not in claimed]
+    claimed = [row for row in adjusted if row["metric"] in [claim.metric for claim in claims]]
+    searched = [row for row in adjusted if row not in claimed]
     # A saving of memory, which has no noise, is often what the treatment is for
     searched.sort(key=lambda row: (is_memory(row["metric"]), row["p"]) if is_discovered(row) else (2, 0.0))
     return [leading, *claimed, *searched]
@@ -363,21 +363,21 @@ def _ratio_reasons(described: Sequence[Evidence], baseline: str) -> list[Reason]
 def description_reasons(described: Sequence[Evidence], baseline: str) -> list[Reason]:
     """Return reasons: ratios that hold at every step, the first metric's difference, and the others'."""
     main, *further = described
-    shown = ("metric", "steps", "axis", "unit", "paired", "difference", "interval", "detected")
+    fields = ("metric", "steps", "axis", "unit", "paired", "difference", "interval", "detected")
     finding = Code.DESCRIBED(
         arm=main.arm,
         baseline=baseline,
         levels=[main["baseline"], main["treatment"]],
         runs=main["num_runs"],
-        **{name: main[name] for name in shown},
+        **{name: main[name] for name in fields},
     )
-    apart = {row["metric"]: row["difference"] for row in further if is_discovered(row)}
+    differences = {row["metric"]: row["difference"] for row in further if is_discovered(row)}
     return [
         *_ratio_reasons(described, baseline),
         finding,
         *(
             Code.OTHER_METRICS(
-                apart=apart,
+                apart=differences,
                 num_metrics=row["num_metrics"],
                 rate=FALSE_DISCOVERY_RATE,
                 of_steps=max(main["num_runs"]) == 1,

@@ -126,11 +126,13 @@ def _without_copies(runs: Sequence[RecordedRun], metric: str) -> tuple[Sequence[
 
     Runs that all have one curve are kept: such a metric does not vary.
     """
-    kept, reasons = list(runs), []
-    while repeated := check_distinct_seeds(Sides(baselines=tuple(kept), treatments=(), paired=False), metric):
-        kept = [run for run in kept if str(run) != repeated["run"]]
+    distinct_runs, reasons = list(runs), []
+    while repeated := check_distinct_seeds(
+        Sides(baselines=tuple(distinct_runs), treatments=(), paired=False), metric
+    ):
+        distinct_runs = [run for run in distinct_runs if str(run) != repeated["run"]]
         reasons.append(repeated)
-    return (kept, reasons) if len(kept) > 1 else (runs, [])
+    return (distinct_runs, reasons) if len(distinct_runs) > 1 else (runs, [])
 
 
 def new_run_reasons(new_runs: Sequence[Evidence]) -> list[Reason]:
