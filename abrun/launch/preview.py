@@ -223,6 +223,8 @@ def precision_differences(plan: ExperimentPlan) -> list[Reason]:
 
 def _render_power(compare: Compare, num_pairs: int) -> RenderableType:
     """Return the power of each claim (see abrun.experiment.power). The verdict needs all of them."""
+    if not compare.claims and compare.reference is not None:
+        return Text("The claims are those of the reference.")
     if not compare.claims:
         return Text("No claim declared (compare.claims): only step one and the guards can be judged.")
     from abrun.experiment.power import assumed_spread, plan_claim_power

@@ -92,7 +92,7 @@ def suggest_steps(facts: Facts) -> Iterator[NextStep]:
 
 def after_match(facts: Facts) -> Iterator[NextStep]:
     experiment = facts.experiment
-    if facts.content.post_hoc:
+    if facts.content.post_hoc and not is_confirmation(experiment):
         text = "Declare the claim, and test it" if facts.launched else "Test the claim"
         yield on_fresh_seeds(f"{text} on fresh seeds", experiment)
     elif experiment.can_inject and not facts.content.select("injected fault"):
@@ -119,7 +119,8 @@ def after_mismatch(facts: Facts) -> Iterator[NextStep]:
         yield NextStep("Find the first tensor in which the arms differ", trace_arms(facts))
     if not experiment.regression and facts.has_completions:
         yield NextStep("Compare completions side by side", show_completions(facts))
-    yield on_fresh_seeds("Confirm it on fresh seeds", experiment)
+    if not is_confirmation(experiment):
+        yield on_fresh_seeds("Confirm it on fresh seeds", experiment)
 
 
 def after_mismatch_of_others(facts: Facts) -> Iterator[NextStep]:
@@ -281,7 +282,8 @@ def after_one_arm(facts: Facts) -> Iterator[NextStep]:
         yield NextStep(text, COMPARE)
     else:
         source = shlex.quote(str(relative_path(directory))) if directory else "RUNS"
-        yield NextStep("Compare runs of a change with these", f"abrun compare {source} NEW")
+        claims = claim_options(facts.experiment)
+        yield NextStep("Compare runs of a change with these", f"abrun compare {source} NEW{claims}")
 
 
 def after_invalid(facts: Facts) -> Iterator[NextStep]:
@@ -330,6 +332,7 @@ TRAIN_IN_FLOAT32 = (
     "Train one step in float32, where rounding errors stay below 1e-4, to tell rounding from a fault"
 )
 FIX = "Repair the runs that the reasons name, then compare the repaired ones"
+FRESH = "-fresh"
 MORE_OF_NEW = "For a verdict, train at least two more runs of the arm that has one"
 EQUAL_ARMS = "the arms are truly equal"
 WITH_POWER = f"give 80 % power {AT_OBSERVED}"
@@ -343,6 +346,11 @@ def repair(facts: Facts) -> NextStep:
         noun = "run" if len(runs) == 1 else "runs"
         return NextStep(f"Leave out the {noun} that the reasons name", f"{COMPARE}{exclude_options(runs)}")
     return NextStep(FIX, f"abrun compare NEW NEW{claim_options(facts.experiment)}")
+
+
+def is_confirmation(experiment: RecordedExperiment) -> bool:
+    """Return True for an experiment that an earlier one's next step launched on fresh seeds."""
+    return bool(experiment.directory) and experiment.name.endswith(FRESH)
 
 
 def on_fresh_seeds(text: str, experiment: RecordedExperiment, num_pairs: int | None = None) -> NextStep:
@@ -363,7 +371,7 @@ def on_fresh_seeds(text: str, experiment: RecordedExperiment, num_pairs: int | N
         )
     if experiment.directory:
         options = f"--seeds {seeds}{comparison_options(experiment, count)}"
-        name = folder_name(experiment, "-fresh")
+        name = folder_name(experiment, FRESH)
         command = f"abrun launch RECIPE {options} --name {name}"
         if experiment.launched_baseline:
             command += f" --no-compare && abrun compare {name} --baseline {shlex.quote(experiment.baseline)}"
@@ -496,7 +504,7 @@ def origin_of_margin(facts: Facts) -> str:
     assert description
     origin = f"suggested here: {sentence(description['margin_is'])}"
     detected, bound, margin = (description[key] for key in ("detected", "certified_bound", "margin"))
-    if detected is None:
+    if detected is None or len(facts.experiment.treatments) > 1:
         return origin
     direction = direction_text(detected, description.arm, facts.experiment.baseline)
     difference = f"{detected['difference']:+.3g}, {direction}"

@@ -191,7 +191,7 @@ def suggest_experiments(experiment_dir: Path) -> str:
         return f"did you mean {closest}?"
     names = [path.name for path in list_experiments(experiment_dir.parent)]
     more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
-    return f"available: {', '.join(names[:MAX_LISTED])}{more}" if names else "launch a recipe first"
+    return f"available: {', '.join(names[:MAX_LISTED])}{more}" if names else "none are there yet"
 
 
 def planned_runs(experiment_dir: Path) -> list[RunName]:

@@ -39,6 +39,7 @@ from abrun.verdict.machines import (
     find_differences_within_arms,
     find_environment_difference,
     find_machine_differences,
+    has_treated_machine,
     treated_machine_keys,
 )
 
@@ -327,7 +328,9 @@ def _check_environments(experiment: RecordedExperiment, arm: str, sides: Sides) 
         if any(key in TRAINER_KEYS for key in declared):
             keys = ["devices"]
         yield from find_differences_within_arms([sides.baselines, sides.treatments], machine_keys)
-    treated_keys = {INITIAL_WEIGHTS} if _declares_other_weights(declared) else set[str]()
+    # On another machine than the reference's, a warm start ends with other roundings
+    may_differ = experiment.regression and has_treated_machine(experiment, arm)
+    treated_keys = {INITIAL_WEIGHTS} if may_differ or _declares_other_weights(declared) else set[str]()
     treated_keys |= {STARTED_FROM} if "checkpoint.start_from" in declared else set()
     compared = [(sides.runs[0], run) for run in sides.runs[1:]]
     if sides.paired:

@@ -83,9 +83,11 @@ def _find_missing_command(config: CommandRunConfig, _: Machine) -> Iterator[str]
     # Others may change the folder, and after -c or -m the word is an argument
     is_read = INTERPRETERS.fullmatch(Path(command).name) and not {"c", "m"} & {*"".join(options)}
     if is_read and script.endswith(SCRIPT_SUFFIXES) and not ("{" in script or os.path.isfile(script)):
+        beside = f", or write {{recipe_dir}}/{Path(script).name} for a script beside the recipe"
+        hint = "" if os.path.isabs(script) else beside
         yield (
             f"trainer.argv: got {script!r}, which does not exist here; give its path from the folder where "
-            f"abrun is started, or write {{recipe_dir}}/{Path(script).name} for a script beside the recipe"
+            f"abrun is started{hint}"
         )
 
 
