@@ -10,8 +10,11 @@ import pytest
 import yaml
 
 from abrun.logs.recorded.reference import load_reference
+from abrun.logs.recorded.sources import ReadingOptions, open_sources
 from abrun.recipe.experiment import load_recipe
 from abrun.recipe.reading import dotted
+from abrun.report.comparing import compare_sources, freeze_arm
+from tests.verdict.simulate import edit, write_experiment
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "recipes" / "regression"
@@ -39,6 +42,19 @@ def test_the_reference_holds_that_recipe_s_runs_and_claims():
     for run in reference.runs:
         assert run.config is not None
         assert {key: now.get(key) for key in run.config} == run.config
+
+
+@pytest.mark.parametrize(("devices", "is_valid"), [(["NVIDIA H200"], False), (["another CPU"], True)])
+def test_another_machine_may_end_a_warm_start_with_other_roundings(
+    tmp_path: Path, devices: list[str], is_valid: bool
+):
+    anchor, later = (write_experiment(tmp_path / name) for name in ("anchor", "later"))
+    reference = tmp_path / "reference.json"
+    freeze_arm(open_sources([str(anchor)], ReadingOptions(allows_one_arm=True)), "baseline", reference)
+    for path in later.glob("baseline/*/environment.json"):
+        edit(path, lambda content: content.update(devices=devices, initial_weights_hash="e" * 16))
+    comparison = compare_sources([str(later)], ReadingOptions(), reference=reference, arm="baseline")
+    assert (comparison.verdict != "INVALID") is is_valid
 
 
 def test_the_action_runs_commands_that_exist():
