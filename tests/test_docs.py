@@ -19,7 +19,7 @@ from abrun.logs.aliases import FRAMEWORKS
 from abrun.logs.naming import DEFAULT_PATTERNS
 from abrun.logs.rows import STEP_COLUMNS
 from abrun.processes import progress
-from abrun.recipe.command import PLACEHOLDERS
+from abrun.recipe.command import NODE_PLACEHOLDERS, PLACEHOLDERS
 from abrun.recipe.experiment import load_recipe
 from abrun.recipe.faults import LIBRARY
 from abrun.runs import layout
@@ -45,16 +45,16 @@ def test_a_generated_page_is_what_its_script_writes(name: str) -> None:
 
 def test_reference_pages_have_every_name_that_a_user_may_or_may_not_write() -> None:
     variables = re.findall(r'"(ABRUN_[A-Z_]+)"', Path(external_run.__file__).read_text())
-    variables += [processes.RUN_DIR_VARIABLE]
+    variables += [processes.RUN_DIR_VARIABLE, *(f"ABRUN_{name.upper()}" for name in NODE_PLACEHOLDERS)]
     variables += [progress.AGENT_PID_VARIABLE, progress.FOLDER_VARIABLE, progress.LISTENING_FD_VARIABLE]
     formats = [*FORMATS, *FRAMEWORKS, *DEFAULT_PATTERNS, *STEP_COLUMNS]
     names = {
         "log-formats.md": formats,
         "run-directory.md": [layout.EXPERIMENT, *layout.RUN_FILES],
         "environment.md": variables,
-        "recipes.md": [f"{{{name}}}" for name in PLACEHOLDERS],
+        "recipes.md": [f"{{{name}}}" for name in (*PLACEHOLDERS, *NODE_PLACEHOLDERS)],
     }
-    assert len(variables) == 7
+    assert len(variables) == 15
     lacking = [
         (file, name) for file, listed in names.items() for name in listed if f"`{name}`" not in page(file)
     ]

@@ -1,6 +1,7 @@
 """Command line and environment variables of a run, on any launcher."""
 
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from abrun.recipe.command import CommandRunConfig
 from abrun.recipe.run import OwnRunConfig, RunConfig
 
 AGENT = "abrun.launch.agent"
+NODE_LIST = "ABRUN_NODE_LIST"  # names of a run's nodes, joined by commas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +22,32 @@ class Rendezvous:
     address: str  # HOST:PORT of the first node
     node: int
     grace_s: float  # seconds for a checkpoint after a stop request
+
+
+def find_free_port() -> int:
+    """Return a port of this host on which nothing listens."""
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return listener.getsockname()[1]
+
+
+def node_variables(config: CommandRunConfig, meeting: Rendezvous | None = None) -> dict[str, str]:
+    """Return the variables that tell a command its nodes; without a `meeting`, this machine is the only one.
+
+    The launcher has set NODE_LIST, which only it knows, if there are several nodes.
+    """
+    meeting = meeting or Rendezvous(address=f"127.0.0.1:{find_free_port()}", node=0, grace_s=0.0)
+    host, _, port = meeting.address.rpartition(":")
+    is_alone = config.cluster.nodes == 1
+    values = {
+        "NUM_NODES": config.cluster.nodes,
+        "NODE_RANK": meeting.node,
+        "NODE_LIST": socket.gethostname() if is_alone else os.environ.get(NODE_LIST, host),
+        "HEAD_ADDRESS": host,
+        "PORT": port,
+        "GPUS_PER_NODE": config.cluster.gpus_per_node,
+    }
+    return {f"ABRUN_{name}": str(value) for name, value in values.items()}
 
 
 def run_command(directory: Path, config: RunConfig, meeting: Rendezvous | None = None) -> list[str]:
@@ -48,7 +76,9 @@ def ranks_command(
     return [*agent, *bounds, module, str(directory)]
 
 
-def run_environment(directory: Path, devices: Sequence[str], config: RunConfig) -> dict[str, str]:
+def run_environment(
+    directory: Path, devices: Sequence[str], config: RunConfig, meeting: Rendezvous | None = None
+) -> dict[str, str]:
     """Return the environment variables of a run on these GPUs, or on CPU cores if `devices` has no GPU.
 
     `directory` marks the run's processes, so that all of them can be found. abrun's trainer has one process
@@ -61,6 +91,7 @@ def run_environment(directory: Path, devices: Sequence[str], config: RunConfig) 
     inherited = {
         **os.environ,
         **(config.trainer.env if is_own_trainer else {}),
+        **(node_variables(config, meeting) if isinstance(config, CommandRunConfig) else {}),
         "PYTHONUNBUFFERED": "1",
         **process_marks,
     }

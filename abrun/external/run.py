@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from abrun.errors import AbrunError, LaunchError, StoreError
+from abrun.experiment.command import node_variables
 from abrun.experiment.preflight.machine import cpu_name
 from abrun.logs import read_log
 from abrun.logs.aliases import FRAMEWORKS, rename_metrics
@@ -44,9 +45,16 @@ from abrun.processes import (
 from abrun.processes.capture import capture_output
 from abrun.processes.progress import MAX_STEPS, hang_timeout_s
 from abrun.recipe.command import SCRIPT_SUFFIXES as SUFFIXES
-from abrun.recipe.command import CommandRunConfig, MetricsLog, build_invocation, referenced_values
+from abrun.recipe.command import (
+    CommandRunConfig,
+    Invocation,
+    MetricsLog,
+    build_invocation,
+    referenced_values,
+)
 from abrun.recipe.experiment import parse_stored_run
 from abrun.runs.files import fingerprint, is_file
+from abrun.runs.launches import write_ending
 from abrun.runs.lines import NON_METRIC_KEYS
 from abrun.runs.records import RunRecord, TextValues
 from abrun.runs.redaction import current_mask, hide_secrets_of, hide_values
@@ -77,6 +85,8 @@ def run(directory: Path) -> int:
         )
     hide_secrets_of(os.environ)
     hide_values(referenced_values(config, os.environ))
+    if node := int(os.environ.get("ABRUN_NODE_RANK", "0")):
+        return _run_on_other_node(run_dir, config, record, node)
     writer = begin_attempt(run_dir)
     try:
         return _Run(run_dir, config, record, writer).run()
@@ -93,16 +103,7 @@ class _Run:
     def __init__(
         self, run_dir: RunDir, config: CommandRunConfig, record: RunRecord, writer: RunWriter
     ) -> None:
-        name, run_path = record.name, os.path.abspath(run_dir.path)
-        self._call = build_invocation(
-            config,
-            experiment=record.experiment,
-            arm=name.arm,
-            seed=name.seed,
-            rerun=name.rerun,
-            run_dir=run_path,
-            environment=os.environ,
-        )
+        self._call, self._env = _fill_command(run_dir, config, record, writer.attempt)
         self._run_dir = run_dir
         self._config = config
         self._writer = writer
@@ -111,14 +112,6 @@ class _Run:
         self._follower = MetricsFollower(
             config.trainer.metrics, Path(self._call.metrics_path), config.trainer.aliases, run_dir
         )
-        self._env = {
-            **os.environ,
-            **self._call.env,
-            "ABRUN_SEED": str(name.seed),
-            "ABRUN_ARM": name.arm,
-            RUN_DIR_VARIABLE: os.path.realpath(run_path),
-            "ABRUN_ATTEMPT": str(writer.attempt),
-        }
         self._started_s = self._last_step_s = time.monotonic()
         self._step, self._longest_step_s = 0, 0.0
         self._steps_s: list[float] = []
@@ -142,7 +135,7 @@ class _Run:
         with (
             catch_stop_signals() as requests,
             capture_output(log, log_bytes, current_mask().hide_bytes),
-            self._run_command() as process,
+            _running(call.argv, self._env, self._run_dir) as process,
         ):
             self._report_progress()
             status, stop_reason = self._follow(process, requests)
@@ -154,8 +147,7 @@ class _Run:
         step = self._follower.last_step
         if stop_reason:
             exit_code = TIMED_OUT if stop_reason.code in LIMITS else FAILED
-            writer.fail(stop_reason, exit_code=exit_code, step=step)
-            return exit_code
+            return self._fail(stop_reason, exit_code)
         writer.interrupt(exit_code=INTERRUPTED, step=step, signal=requests.first_signal)
         return INTERRUPTED
 
@@ -186,24 +178,6 @@ class _Run:
             return Code.STALL_LIMIT_REACHED(silence=Code.NO_NEW_STEP(step=step, silent_s=round(silent_s)))
         return None
 
-    @contextlib.contextmanager
-    def _run_command(self) -> Iterator[Popen]:
-        """Run the trainer in its own process group; kill everything that is left of it at the end."""
-        adopt_orphans()
-        try:
-            process = start_process(self._call.argv, self._env, death_signal=signal.SIGKILL, process_group=0)
-        except OSError as error:
-            command = self._call.argv[0]
-            raise LaunchError(
-                f"trainer.argv: got {command!r}, which cannot be started: {error.strerror}; give the path of "
-                "an executable file"
-            ) from None
-        try:
-            yield process
-        finally:
-            kill_all(lambda: find_descendants(os.getpid()) | find_run_processes(self._run_dir.path))
-            process.wait()
-
     def _copy_metrics(self, *, has_ended: bool = False) -> None:
         self._writer.check_fence()
         with contextlib.suppress(LostRowsError):
@@ -228,13 +202,18 @@ class _Run:
         limit_s = self._stall_limit_s
         self._writer.heartbeat(self._follower.last_step, patience_s=min(patience_s, limit_s), limit_s=limit_s)
 
+    def _fail(self, reason: Reason, exit_code: int) -> int:
+        if self._config.started_nodes > 1:  # so that other nodes, which end with it, do not seem the cause
+            cause = reason["ending"] if reason.code == Code.SEE_LOG else reason
+            _write_node_ending(self._run_dir, 0, self._writer.attempt - 1, cause)
+        self._writer.fail(reason, exit_code=exit_code, step=self._follower.last_step)
+        return exit_code
+
     def _record_end(self, status: int) -> int:
         step = self._follower.last_step
         problem = self._find_problem(status)
         if problem:
-            exit_code = shell_exit_code(status) or FAILED
-            self._writer.fail(problem, exit_code=exit_code, step=step)
-            return exit_code
+            return self._fail(problem, shell_exit_code(status) or FAILED)
         notes = [f"aliases: the log has no metric {name!r}" for name in self._follower.never_logged]
         if step < self._config.steps:
             notes.append(f"the metrics end at step {step} of {self._config.steps}")
@@ -257,6 +236,87 @@ class _Run:
             return in_words(f"no metrics: trainer.metrics: {place}: {why}; {remedy}")
         problem = self._follower.problem
         return in_words(f"metrics: {problem}") if problem else None
+
+
+def _fill_command(
+    run_dir: RunDir, config: CommandRunConfig, record: RunRecord, attempt: int
+) -> tuple[Invocation, dict[str, str]]:
+    """Return a run's command on this node and its environment variables."""
+    name, run_path = record.name, os.path.abspath(run_dir.path)
+    environment = {**node_variables(config), **os.environ}  # the launcher's count; there are none by hand
+    call = build_invocation(
+        config,
+        experiment=record.experiment,
+        arm=name.arm,
+        seed=name.seed,
+        rerun=name.rerun,
+        run_dir=run_path,
+        environment=environment,
+    )
+    return call, {
+        **environment,
+        **call.env,
+        "ABRUN_SEED": str(name.seed),
+        "ABRUN_ARM": name.arm,
+        RUN_DIR_VARIABLE: os.path.realpath(run_path),
+        "ABRUN_ATTEMPT": str(attempt),
+    }
+
+
+@contextlib.contextmanager
+def _running(argv: Sequence[str], env: Mapping[str, str], run_dir: RunDir) -> Iterator[Popen]:
+    """Run the command in its own process group; kill everything that is left of it at the end."""
+    adopt_orphans()
+    try:
+        process = start_process(argv, env, death_signal=signal.SIGKILL, process_group=0)
+    except OSError as error:
+        raise LaunchError(
+            f"trainer.argv: got {argv[0]!r}, which cannot be started: {error.strerror}; give the path of "
+            "an executable file"
+        ) from None
+    try:
+        yield process
+    finally:
+        kill_all(lambda: find_descendants(os.getpid()) | find_run_processes(run_dir.path))
+        process.wait()
+
+
+def _run_on_other_node(run_dir: RunDir, config: CommandRunConfig, record: RunRecord, node: int) -> int:
+    """Run the command on a node that is not the first, until it ends or the first node has recorded the end.
+
+    Only a failure is recorded here. Returns 0 after a stop, so that Slurm lets the first node save.
+    """
+    before = max((launch.attempts for launch in run_dir.launches()), default=0)
+    call, env = _fill_command(run_dir, config, record, before + 1)
+    log, log_start, oom_kills = run_dir.node_log(node), run_dir.log_size(node), count_oom_kills()
+    ended_s = math.inf
+    with (
+        catch_stop_signals() as requests,
+        capture_output(log, int(config.limits.log_mib * 2**20), current_mask().hide_bytes),
+        _running(call.argv, env, run_dir) as process,
+    ):
+        while (
+            status := wait_for_exit(process, POLL_S, lambda: requests.first_signal)
+        ) is None and requests.first_signal is None:
+            reap_orphans({process.pid})
+            first = run_dir.attempt()
+            if first.number > before and first.status != "running":
+                ended_s = min(ended_s, time.monotonic())
+            if time.monotonic() > ended_s + GRACE_S:
+                break
+        if status is None:
+            end_group(process, GRACE_S, lambda: requests.is_forced)
+    if not status:
+        return 0
+    printed = run_dir.read_log(log_start, node=node)
+    cause = Code.SEE_LOG(ending=ending_reason(status, printed, oom_kills), log=log)
+    _write_node_ending(run_dir, node, before, cause)
+    return shell_exit_code(status)
+
+
+def _write_node_ending(run_dir: RunDir, node: int, previous_attempt: int, cause: Reason) -> None:
+    reason = Code.NODE_FAILED(node=node, host=socket.gethostname(), cause=cause)
+    write_ending(run_dir, f"node-{node:04d}", previous_attempt, reason)
 
 
 VERSION_SCRIPT = """
@@ -286,7 +346,7 @@ def describe_environment(
         "python": answer.get("python"),
         "versions": {name: answer.get("versions", {}).get(name) for name in packages},
         "devices": _list_gpus(env) or [cpu_name()] * num_cores,
-        "hosts": [socket.gethostname()],
+        "hosts": env["ABRUN_NODE_LIST"].split(","),
         "dtype": None,
         "prompts_sha256": None,
     }

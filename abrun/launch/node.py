@@ -8,6 +8,7 @@ this node's index in the run, by default srun's task number.
 import os
 import socket
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from abrun.errors import AbrunError, LaunchError
 from abrun.experiment.command import Rendezvous, run_command, run_environment
 from abrun.experiment.preflight.checks import node_refusals
 from abrun.experiment.preflight.machine import this_machine
+from abrun.recipe.command import CommandRunConfig
 from abrun.recipe.experiment import parse_stored_run
 from abrun.runs.files import open_log
 from abrun.runs.launches import write_ending
@@ -56,20 +58,28 @@ def make_agent_command(run: RunDir, meeting: Rendezvous, seen_on: str) -> tuple[
     if problems:
         raise LaunchError(f"{host}: {problems[0]}")
     # The agent limits the size of the log, as on a single machine.
-    if meeting.node == 0:
-        with open_log(run.log) as log:
+    is_command = isinstance(config, CommandRunConfig)
+    if meeting.node == 0 or is_command:
+        with open_log(run.node_log(meeting.node)) as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
     count = config.devices_per_node
     devices = machine.gpus[:count] if config.cluster.gpus_per_node else ("cpu",) * count
-    return run_command(run.path, config, meeting), run_environment(run.path, devices, config)
+    env = run_environment(run.path, devices, config, meeting)
+    if is_command and "SLURM_JOB_ID" in env:
+        env = _allow_steps(env, config.cluster.nodes)
+    return run_command(run.path, config, meeting), env
 
 
-def find_free_port() -> int:
-    """Return a port of this host on which nothing listens."""
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return listener.getsockname()[1]
+def _allow_steps(env: Mapping[str, str], nodes: int) -> dict[str, str]:
+    """Return variables with which a command's `srun` starts a task on each node, as in a batch script.
+
+    Without them it would wait for the CPUs and the memory of the step that it is called in.
+    """
+    counts = {f"SLURM_{name}": str(nodes) for name in ("NNODES", "NTASKS", "NPROCS")}
+    counts["SLURM_TASKS_PER_NODE"] = f"1(x{nodes})"
+    others = {name: env[name] for name in env if name not in ("SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU")}
+    return others | counts | {"SLURM_OVERLAP": "1", "SLURM_MEM_PER_NODE": "0"}
 
 
 if __name__ == "__main__":

@@ -194,7 +194,11 @@ def _render_commands(plan: ExperimentPlan) -> list[RenderableType]:
             for name, value in call.env.items():  # `${NAME}` stays a reference
                 quoted = f'"{value}"' if REFERENCE.fullmatch(value) else shlex.quote(value)
                 variables += f"{name}={quoted} "
-            renderables.append(_heading(f"The command of {run.name}, with metrics in {call.metrics_path}"))
+            where = f", with metrics in {call.metrics_path}"
+            if (nodes := run.config.cluster.nodes) > 1:
+                first, every = f"the first of {nodes}", f"each of {nodes} nodes, NODE_RANK 0 to {nodes - 1}"
+                where = f" on {every if run.config.started_nodes > 1 else f'{first} nodes'}{where}"
+            renderables.append(_heading(f"The command of {run.name}{where}"))
             renderables.append(Text(printable(variables + shlex.join(call.argv))))
     return renderables
 

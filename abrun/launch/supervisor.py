@@ -297,7 +297,7 @@ def _determine_ending(job: LaunchJob, exit_status: int) -> tuple[Status, Reason 
     recorded_status = attempt.status if attempt.number > launch.attempts else None
     printed = job.run.read_log(job.log_start)
     # Nodes other than the first only print their errors, and so do nodes on which no attempt has started.
-    reads_output = recorded_status is None or job.config.cluster.nodes > 1
+    reads_output = recorded_status is None or job.config.started_nodes > 1
     errors = list[Reason]()
     if reads_output:  # those that agents noted, or else those that a foreign program printed, causes first
         lines = dict.fromkeys(re.findall(FOREIGN_ERROR, printed, re.MULTILINE))

@@ -143,6 +143,7 @@ class Code(StrEnum):
     RANKS_NOT_FOUND, COLLECTIVE_TIMED_OUT, MEMORY_RAN_OUT, NODE_LOST = auto(), auto(), auto(), auto()
     TIME_LIMIT_REACHED, STALL_LIMIT_REACHED, RANKS_SILENT, NODES_SILENT = auto(), auto(), auto(), auto()
     NO_NEW_STEP, NO_SIGN_OF_LIFE, STOPPED_BY_SIGNAL, ALIAS_NOT_LOGGED = auto(), auto(), auto(), auto()
+    NODE_FAILED = auto()
 
     # Gate: what an answer does not cover
     GATE_AGE, GATE_ENVIRONMENT, GATE_ADD_TO_INCUMBENT = auto(), auto(), auto()

@@ -72,6 +72,7 @@ MESSAGES: dict[Code, Message] = {
     Code.SEE_LOG: "{ending}; see {log}",
     Code.SEVERAL_ERRORS: "{errors:join ; }{out_of_memory:if " + OUT_OF_MEMORY + "}",
     Code.RANK_FAILED: "rank {rank} of {num_ranks}{host:if  (on {host})}: {cause}",
+    Code.NODE_FAILED: "node {node} ({host}): {cause}",
     Code.EXCEPTION: "{kind:if {kind}: }{error}{origin:if  (from {origin})}",
     Code.RANKS_LOST: _ranks_lost,
     Code.RANKS_NOT_FOUND: "rank {rank} cannot reach all other ranks at {address}: {error}",

@@ -259,7 +259,8 @@ def ending_reason(exit_status: int, printed: str, oom_kills_before: int | None) 
             return Code.EXIT_CODE(exit_code=exit_status, last_line=None)
     if killed_by:
         return Code.KILLED(signal=killed_by)
-    error_lines = re.findall(PYTHON_ERROR, printed, re.MULTILINE) or re.findall(r"\S[^\r\n]*", printed)
+    error_lines = re.findall(PYTHON_ERROR, printed, re.MULTILINE)
+    error_lines = error_lines or [line for line in printed.splitlines() if re.search(r"\w", line)]
     return Code.EXIT_CODE(exit_code=exit_status, last_line=error_lines[-1].strip() if error_lines else None)
 
 
@@ -268,7 +269,7 @@ def is_unexplained(ending: Reason) -> bool:
     match ending.code:
         case Code.SEE_LOG:
             return is_unexplained(ending["ending"])
-        case Code.RANK_FAILED:
+        case Code.RANK_FAILED | Code.NODE_FAILED:
             return is_unexplained(ending["cause"])
         case Code.SEVERAL_ERRORS:
             return not ending["out_of_memory"] and all(map(is_unexplained, ending["errors"]))

@@ -19,6 +19,8 @@ from abrun.runs.layout import RUN_FILES
 from abrun.runs.redaction import REFERENCE
 
 PLACEHOLDERS = ("seed", "arm", "rerun", "experiment", "steps", "run_dir", "python", "recipe_dir")
+# Known only on a run's nodes, where ABRUN_NUM_NODES and so on have the same values. Parameters hide them.
+NODE_PLACEHOLDERS = ("num_nodes", "node_rank", "node_list", "head_address", "port", "gpus_per_node")
 FRAMEWORKS = (  # the tables of names in abrun.logs.aliases
     *("fast-llm", "megatron-lm", "nemo-rl", "open-instruct", "openrlhf", "pipelinerl", "prime-rl", "skyrl"),
     *("slime", "torchtitan", "torchtitan-rl", "transformers", "trl", "verl"),
@@ -57,13 +59,16 @@ class Command(Section):
     """External trainer. `argv`, the values of `env` and `metrics.path` are templates.
 
     Templates may use `{seed}`, `{arm}`, `{rerun}`, `{experiment}`, `{steps}`, `{run_dir}`, `{recipe_dir}`
-    (the folder of the recipe), `{python}` (the `python` field, or abrun's own interpreter) and the names in
-    `parameters`, in which arms can differ. They are stored and compared as written. Write literal braces as
-    `{{` and `}}`. In `env`, `${NAME}` is an environment variable, read at every start and never stored.
+    (the folder of the recipe), `{python}` (the `python` field, or abrun's own interpreter), the names in
+    `parameters`, in which arms can differ, and `{num_nodes}`, `{node_rank}`, `{node_list}`, `{head_address}`,
+    `{port}` and `{gpus_per_node}`. They are stored and compared as written. Write literal braces as `{{` and
+    `}}`. In `env`, `${NAME}` is an environment variable, read at every start and never stored.
     """
 
     type: Literal["command"]
     argv: list[str] = Field(min_length=1)
+    # Nodes that run the command: the first (a Ray driver, or a script that calls srun) or all (torchrun)
+    start: Literal["once", "every_node"] = "once"
     env: Env = Field(default={})  # secrets as ${NAME}; what is typed here is stored
     parameters: dict[str, Annotated[Scalar, PlainValidator(_check_scalar)]] = Field(default={})
     metrics: MetricsLog
@@ -100,7 +105,7 @@ class Command(Section):
 
     def _refuse_run_files(self) -> None:
         """Raise RuleError if a template names one of abrun's own files: they record what a run did."""
-        values = dict.fromkeys(PLACEHOLDERS, "x") | {"run_dir": SAMPLE_RUN_DIR}
+        values = dict.fromkeys((*PLACEHOLDERS, *NODE_PLACEHOLDERS), "x") | {"run_dir": SAMPLE_RUN_DIR}
         values |= {name: _format_scalar(value) for name, value in self.parameters.items()}
         path = self.metrics.path
         filled = path.format_map(values)
@@ -148,11 +153,12 @@ class Command(Section):
         for _, name, format_spec, conversion in fields:
             if name is None:
                 continue
-            if name not in (*PLACEHOLDERS, *self.parameters) or format_spec or conversion:
+            known_names = dict.fromkeys((*PLACEHOLDERS, *NODE_PLACEHOLDERS, *self.parameters))
+            if name not in known_names or format_spec or conversion:
                 placeholder = (
                     f"{name}{(conversion and f'!{conversion}') or ''}{format_spec and f':{format_spec}'}"
                 )
-                allowed = ", ".join(f"{{{known}}}" for known in (*PLACEHOLDERS, *self.parameters))
+                allowed = ", ".join(f"{{{known}}}" for known in known_names)
                 hint = "add it to trainer.parameters, or write literal braces as {{ and }}"
                 if field.startswith("env.") and f"${{{name}" in template:
                     hint = "write ${NAME} with letters, digits and '_'; no default values"
@@ -194,6 +200,10 @@ class CommandRunConfig(RunConfig):
     def stalled_s(self) -> float:
         """Return the timeout of RunConfig; only a new step counts as progress of a command."""
         return self.limits.stalled_s or 1800.0
+
+    @property
+    def started_nodes(self) -> int:
+        return self.cluster.nodes if self.trainer.start == "every_node" else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,6 +249,7 @@ def build_invocation(
 ) -> Invocation:
     """Fill in a run's templates; without an `environment`, references stay `${NAME}` (for display).
 
+    An `environment` has the node's ABRUN_ variables; without them, placeholders of nodes become their names.
     Raises RecipeError if the environment lacks a variable or a path names one of abrun's own files.
     """
     unset = [] if environment is None else unset_variables(run, environment)
@@ -248,7 +259,10 @@ def build_invocation(
     python = trainer.python or sys.executable
     run_values = {"experiment": experiment, "arm": arm, "seed": seed, "rerun": rerun, "run_dir": run_dir}
     run_values |= {"steps": run.steps, "python": python, "recipe_dir": trainer.recipe_dir}
-    values: Mapping[str, str] = {
+    node_values = {
+        name: (environment or {}).get(f"ABRUN_{name.upper()}", name.upper()) for name in NODE_PLACEHOLDERS
+    }
+    values: Mapping[str, str] = node_values | {
         name: _format_scalar(value) for name, value in {**trainer.parameters, **run_values}.items()
     }
     invocation = Invocation(

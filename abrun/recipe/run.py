@@ -143,6 +143,11 @@ class RunConfig(Section):
         return self.cluster.ranks_per_node + self.engine_devices
 
     @property
+    def started_nodes(self) -> int:
+        """Return the number of nodes on which the launcher starts processes."""
+        return self.cluster.nodes
+
+    @property
     def stalled_s(self) -> float:
         """Return the seconds without progress after which a run counts as stalled."""
         return self.limits.stalled_s or 600.0

@@ -37,6 +37,11 @@ def engine_log_name(number: int) -> str:
     return f"engine-{number}.log"
 
 
+def node_log_name(node: int) -> str:
+    """Return the name of the log of a command on a node other than the first."""
+    return f"stdout-node-{node}.log"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class RunName:
     """Identity of a run in an experiment: `rerun` 0 is the run, j > 0 its j-th A/A rerun (same seed)."""

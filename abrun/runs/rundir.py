@@ -81,6 +81,10 @@ class RunDir:
         """The file of the job's output."""
         return self.path / layout.LOG
 
+    def node_log(self, node: int) -> Path:
+        """Return the file of a command's output on a node; on the first it is `log`."""
+        return self.path / layout.node_log_name(node) if node else self.log
+
     @property
     def checkpoints(self) -> Path:
         return self.path / layout.CHECKPOINTS
@@ -224,19 +228,19 @@ class RunDir:
         """Return the sampled completions by step, ascending; the last attempt wins."""
         return read_samples(self.path / layout.SAMPLES)
 
-    def read_log(self, start: int = 0, max_bytes: int = 1 << 20) -> str:
+    def read_log(self, start: int = 0, max_bytes: int = 1 << 20, *, node: int = 0) -> str:
         """Return at most `max_bytes` from the end of the job's log, skipping the first `start` bytes."""
         try:
-            with open_regular(self.log, os.O_NOFOLLOW) as file:
+            with open_regular(self.node_log(node), os.O_NOFOLLOW) as file:
                 end = file.seek(0, os.SEEK_END)
                 file.seek(max(start, end - max_bytes))
                 return file.read().decode(errors="replace")
         except OSError:
             return ""
 
-    def log_size(self) -> int:
+    def log_size(self, node: int = 0) -> int:
         try:
-            return self.log.stat().st_size
+            return self.node_log(node).stat().st_size
         except OSError:
             return 0
 

@@ -1,10 +1,13 @@
 """Runs of a foreign trainer, launched as a user does: what the store holds of them, however they end."""
 
 import contextlib
+import json
 import math
 import os
+import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -35,6 +38,7 @@ from abrun.recipe.implementations import LOCAL_LAUNCHERS
 from abrun.recipe.reading import Loader
 from abrun.runs.experiment import read_run_state
 from abrun.runs.files import read_json, write_json
+from abrun.runs.launches import begin_launch, read_endings
 from abrun.runs.lines import read_json_lines
 from abrun.runs.records import recorded_reason
 from abrun.runs.rundir import RunDir
@@ -56,6 +60,50 @@ def others_live_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run in this process ends all processes below it: not those that were there before."""
     others = find_descendants(os.getpid())
     monkeypatch.setattr(external_run, "find_descendants", lambda pid: find_descendants(pid) - others)
+
+
+def on_other_node(directory: Path, monkeypatch: pytest.MonkeyPatch, node: int = 1) -> int:
+    """Run the command of a run as on a node that is not the first."""
+    monkeypatch.setenv("ABRUN_NODE_RANK", str(node))
+    return external_run.run(directory)
+
+
+def commands(script: str) -> tuple[str, str]:
+    """Settings of a shell script for every node of two, in both arms."""
+    metrics = {"format": "csv", "path": "{run_dir}/m.csv"}
+    trainer = {"type": "command", "start": "every_node", "argv": ["sh", "-c", script], "metrics": metrics}
+    return f"trainer={json.dumps(trainer)}", "arms={baseline: {}, treatment: {steps: 6}}"
+
+
+def test_on_another_node_only_a_failure_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = prepared(tmp_path, "cluster.nodes=8", *commands("exit {node_rank}"))
+    run = RunDir(directory)
+    begin_launch(run, (), None)
+    assert on_other_node(directory, monkeypatch, 7) == 7
+    (reason,) = read_endings(run, 0, "")
+    assert sentence(reason).startswith(f"node 7 ({socket.gethostname()}): exit code 7; see {run.node_log(7)}")
+    assert run.last_attempt == 0 and read_endings(run, 1, "") == []
+
+
+def test_another_node_ends_with_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = prepared(tmp_path, "cluster.nodes=2", *commands("exec sleep 1000"))
+    run = RunDir(directory)
+    begin_launch(run, (), None)
+    begin_attempt(run).finish(1)
+    monkeypatch.setattr(external_run, "GRACE_S", 0.2)
+    assert on_other_node(directory, monkeypatch) == 0
+    assert read_endings(run, 0, "") == []
+
+
+def test_nodes_are_placeholders_and_one_machine_is_one_node(tmp_path: Path) -> None:
+    words = "{num_nodes} {node_rank} {node_list} {head_address} {port} {gpus_per_node} $ABRUN_PORT"
+    script = f"echo said {words}; echo 'step,a' > {{run_dir}}/m.csv; echo '1,2' >> {{run_dir}}/m.csv"
+    launch(tmp_path, *ONE_PAIR, *commands(script))
+    (run,) = (RunDir(path) for path in tmp_path.glob("*/baseline/seed-0"))
+    (line,) = re.findall(r"^said (.*)", run.read_log(), re.MULTILINE)
+    num_nodes, rank, nodes, head, port, gpus, same_port = line.split()
+    assert (num_nodes, rank, nodes, head, gpus) == ("1", "0", socket.gethostname(), "127.0.0.1", "0")
+    assert port == same_port and port.isdigit()
 
 
 def plan_of(*overrides: str) -> ExperimentPlan:

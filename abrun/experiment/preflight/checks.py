@@ -59,14 +59,6 @@ def _find_model_misfits(config: OwnRunConfig, _: Machine) -> Iterator[str]:
         yield from filter(None, [dtensor_misfit(shape, backend), stream_misfit(shape, config.policy)])
 
 
-def _find_multi_node_command(config: CommandRunConfig, _: Machine) -> Iterator[str]:
-    if config.cluster.nodes > 1:
-        yield (
-            f"cluster.nodes: got {config.cluster.nodes} with trainer.type 'command', which is not supported "
-            "yet; use nodes: 1"
-        )
-
-
 def _find_missing_command(config: CommandRunConfig, _: Machine) -> Iterator[str]:
     """Yield a reason if the command, or an interpreter's script that is the same for all runs, is missing."""
     filled = build_invocation(
@@ -178,7 +170,9 @@ def _check_sizes(path: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
 def _find_missing_devices(config: RunConfig, machine: Machine) -> Iterator[str]:
     cluster, engines, count = config.cluster, config.engine_devices, config.devices_per_node
     ranks, gpus = cluster.ranks_per_node, len(machine.gpus)
-    if cluster.nodes > 1 and not isinstance(config, CommandRunConfig):
+    if refusal := multi_node_command_refusal(config):
+        yield refusal
+    elif cluster.nodes > 1:
         yield (
             f"cluster.nodes: got {cluster.nodes}, but the local launcher has only this machine; use nodes: 1"
         )
@@ -200,7 +194,6 @@ def _find_missing_devices(config: RunConfig, machine: Machine) -> Iterator[str]:
 
 CHECKS = (
     Check(OwnRunConfig, lambda config, _: unsupported_settings(config), cause="recipe"),
-    Check(CommandRunConfig, _find_multi_node_command, cause="recipe"),
     Check(OwnRunConfig, _find_model_misfits, cause="recipe"),
     Check(CommandRunConfig, _find_missing_command),
     Check(OwnRunConfig, _find_missing_extras),
@@ -277,6 +270,17 @@ def anywhere_refusals(plan: ExperimentPlan) -> list[str]:
     nowhere = Machine(gpus=(), cores=0, packages={}, ask_hub=lambda _: None)
     checks = [check for check in CHECKS if check.cause == "recipe"]
     return [problem.text for problem in find_problems(plan, nowhere, checks=checks)]
+
+
+def multi_node_command_refusal(config: RunConfig) -> str | None:
+    """Return why only Slurm can start a run, if that is so."""
+    if config.cluster.nodes == 1 or not isinstance(config, CommandRunConfig):
+        return None
+    return (
+        f"cluster.nodes: got {config.cluster.nodes} with trainer.type 'command', which only Slurm starts on "
+        "several nodes; use launcher: slurm, or nodes: 1, launcher: local and a command that submits a job "
+        "and waits for it, such as sbatch --wait (docs/how-to/run-on-a-cluster.md)"
+    )
 
 
 def node_refusals(config: RunConfig, machine: Machine) -> list[str]:

@@ -7,7 +7,7 @@ import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 
-from abrun.launch.node import find_free_port
+from abrun.experiment.command import find_free_port
 from abrun.processes import Popen, find_descendants, kill_all, start_process
 
 MAX_OUTPUT_BYTES = 1 << 16

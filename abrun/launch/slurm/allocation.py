@@ -18,11 +18,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from abrun.errors import AbrunError, LaunchError
+from abrun.experiment.command import NODE_LIST, find_free_port
 from abrun.experiment.plan import make_plan
 from abrun.launch.cluster import agent_grace_s, network_variables
 from abrun.launch.engine import Devices
 from abrun.launch.local import LocalEngine, LocalRun, Slots
-from abrun.launch.node import GPU_POSITIONS, find_free_port
+from abrun.launch.node import GPU_POSITIONS
 from abrun.launch.queue import LaunchJob, LaunchQueue
 from abrun.launch.slurm.launcher import (
     FOLDER,
@@ -84,12 +85,14 @@ class StepEngine(LocalEngine):
         return Step(started.run, started.process, started.devices, started.slots)
 
     def command(self, run: RunDir, config: RunConfig, devices: Devices) -> list[str]:
-        cluster, settings = config.cluster, self._settings
+        settings = self._settings
         cpus, gpus = config.devices_per_node * settings.cpus_per_rank, gpus_per_node(config)
         if self._shared:
             cpus, gpus = self._shared.cpus * self._shared.runs, self._shared.gpus
         options = ["--overlap" if self._shared else "--exact"]
-        options += [f"--nodes={cluster.nodes}", f"--ntasks={cluster.nodes}", "--ntasks-per-node=1"]
+        nodes = config.started_nodes
+        options += [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
+        options += [f"--nodelist={_node_name()}"] if nodes < config.cluster.nodes else []
         options += [f"--cpus-per-task={cpus}", "--kill-on-bad-exit=1", "--quiet"]
         options.append(f"--job-name={_step_name(run)}")
         options += [f"--gres=gpu:{gpus}"] if gpus else []
@@ -110,6 +113,9 @@ class StepEngine(LocalEngine):
         # Without the run's variable: srun must outlive the run to end the step.
         variables = network_variables(self._settings.interface)
         variables |= self._sharing_variables(config, self._settings.cpus_per_rank)
+        if config.cluster.nodes > 1:
+            hosts = run_slurm("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"])
+            variables[NODE_LIST] = ",".join(hosts.split())
         return {**os.environ, **variables, **({GPU_POSITIONS: ",".join(devices)} if devices else {})}
 
 

@@ -183,9 +183,13 @@ class AllocationRequest:
 
 
 def combine_requests(configs: Sequence[RunConfig], settings: Slurm) -> AllocationRequest | None:
-    """Return the combined request of these runs, or None if their numbers of nodes differ."""
+    """Return the combined request of these runs, or None if their numbers of nodes differ.
+
+    It is None, too, for commands that use several nodes by themselves, since they would use all GPUs there.
+    """
     nodes = {config.cluster.nodes for config in configs}
-    if len(nodes) > 1:
+    starts_steps = any(config.started_nodes < config.cluster.nodes for config in configs)
+    if len(nodes) > 1 or (starts_steps and len(configs) > 1):
         return None
     cpus = max(config.devices_per_node for config in configs) * settings.cpus_per_rank
     gpus, runs_per_gpu = [gpus_per_node(config) for config in configs], configs[0].cluster.runs_per_gpu

@@ -347,3 +347,121 @@ def test_two_hundred_runs_at_once_leave_it_responsive(cluster: Path, tmp_path: P
     )
     assert statuses["waiting"] > 100 and sum(statuses.values()) == 200
     assert max(submitted_s, queued_s, working_s, cancelled_s) < 20 and tick_s < 1
+
+
+RANKS = """
+import json, os, sys, time
+import torch, torch.distributed as dist
+
+steps, out, rate = int(sys.argv[1]), sys.argv[2], float(sys.argv[3])
+dist.init_process_group("gloo")
+torch.manual_seed(int(os.environ["ABRUN_SEED"]))
+weights = torch.zeros(4, requires_grad=True)
+for step in range(1, steps + 1):
+    inputs = torch.randn(8, 4)
+    loss = (inputs @ weights - inputs.sum(1)).square().mean()
+    (gradient,) = torch.autograd.grad(loss, weights)
+    dist.all_reduce(gradient)
+    weights = (weights - rate * gradient / dist.get_world_size()).detach().requires_grad_()
+    if dist.get_rank() == 0:
+        row = {"step": step, "train/loss": loss.item(), "world": dist.get_world_size()}
+        with open(out, "a") as file:
+            file.write(json.dumps(row) + "\\n")
+    time.sleep(0.3)
+"""
+GANG = """
+name: gang
+steps: 12
+trainer:
+  type: command
+  start: every_node
+  argv: ["{python}", -m, torch.distributed.run, "--nnodes={num_nodes}", "--node_rank={node_rank}",
+         "--master_addr={head_address}", "--master_port={port}", "--nproc_per_node=1",
+         "{recipe_dir}/ranks.py", "{steps}", "{run_dir}/m.jsonl", "{rate}"]
+  env: {GLOO_SOCKET_IFNAME: eth0, USE_LIBUV: "0"}
+  parameters: {rate: 0.02}
+  metrics: {format: jsonl, path: "{run_dir}/m.jsonl"}
+cluster: {nodes: 2}
+arms: {baseline: {}, treatment: {trainer.parameters.rate: 0.0201}}
+seeds: [0, 1]
+compare: {claims: [{metric: train/loss, window: last 50%, margin: 0.5, climbs: false}]}
+"""
+STEPS = """
+name: gang
+steps: 2
+trainer:
+  type: command
+  argv: [bash, -c, 'srun hostname > {run_dir}/hosts; srun --nodes={num_nodes} --ntasks={num_nodes} sleep {s};
+         printf "step,train/reward\\n1,0.5\\n2,0.6\\n" > {run_dir}/m.csv']
+  parameters: {s: 0}
+  metrics: {format: csv, path: '{run_dir}/m.csv'}
+cluster: {nodes: 2}
+limits: {stalled_s: 60}
+arms: {baseline: {}, treatment: {trainer.parameters.s: 1}}
+seeds: [0]
+compare: {claims: []}
+"""
+
+
+def submit_command(folder: Path, text: str, *settings: str) -> Path:
+    """Launch a command on both nodes."""
+    (folder / "gang.yaml").write_text(text)
+    (folder / "ranks.py").write_text(RANKS)
+    words = [word for setting in settings for word in ("--set", setting)]
+    abrun("launch", str(folder / "gang.yaml"), f"--runs-dir={folder}", "--launcher=slurm", "--detach", *words)
+    return folder / "gang"
+
+
+def marked(experiment_dir: Path) -> list[Path]:
+    """Every process of the experiment's runs, on whichever node."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if (
+                entry.name.isdigit()
+                and f"ABRUN_RUN_DIR={experiment_dir}/".encode() in (entry / "environ").read_bytes()
+            ):
+                found.append(entry)
+    return found
+
+
+def is_over(experiment_dir: Path) -> bool:
+    return not find_cluster_jobs(experiment_dir).active_job_ids  # pyright: ignore
+
+
+def test_ranks_of_another_trainer_on_two_nodes_get_a_verdict_and_leave_nothing(
+    cluster: Path, tmp_path: Path
+) -> None:
+    experiment_dir = submit_command(tmp_path, GANG)
+    at_step(experiment_dir, 4)
+    (pid,) = ranks_of(run(experiment_dir).path, 1)
+    os.kill(pid, signal.SIGKILL)
+    seconds_until(lambda: run(experiment_dir).launches()[0].status == "failed", within_s=30)
+    assert (run(experiment_dir).launches()[0].message or "").startswith("node 1 (n2): exit code 1")
+    seconds_until(lambda: is_over(experiment_dir), within_s=200)
+    assert json.loads((experiment_dir / "report" / "verdict.json").read_text())["verdict"] == "MATCH"
+    assert run(experiment_dir).environment()["hosts"] == ["n1", "n2"]  # pyright: ignore
+    assert {row["world"] for row in run(experiment_dir).metrics_reader().read()} == {2}
+    assert marked(experiment_dir) == []
+
+
+@pytest.mark.parametrize("fault", ["stop", "kill"])
+def test_another_trainer_on_two_nodes_leaves_nothing_when_it_is_ended(
+    fault: str, cluster: Path, tmp_path: Path
+) -> None:
+    experiment_dir = submit_command(tmp_path, GANG, "steps=400", "seeds=[0]", "compare.claims=[]")
+    at_step(experiment_dir, 4)
+    if fault == "stop":
+        abrun("stop", str(experiment_dir))
+    else:  # of the launcher in each job
+        for pid in sh("pgrep", "-f", f"slurm.allocation {experiment_dir}").split():
+            os.kill(int(pid), signal.SIGKILL)
+    seconds_until(lambda: is_over(experiment_dir) and not marked(experiment_dir), within_s=60)
+
+
+def test_a_command_that_calls_srun_gets_all_nodes(cluster: Path, tmp_path: Path) -> None:
+    experiment_dir = submit_command(tmp_path, STEPS)
+    seconds_until(lambda: is_over(experiment_dir), within_s=100)
+    for arm in ARMS:
+        assert state(experiment_dir, arm).status == "finished"
+        assert sorted((run(experiment_dir, arm).path / "hosts").read_text().split()) == ["n1", "n2"]

@@ -34,6 +34,7 @@ from tests.launch.fakes import FAKE, seen
 from tests.launch.test_local import SMALL
 from tests.snapshot import Snapshot
 
+ROOT = Path(__file__).parents[3]
 FAKE_SLURM = Path(__file__).with_name("fake_slurm.sh")
 GOLDEN = Path(__file__).with_name("golden")
 WHOLE = (
@@ -180,6 +181,63 @@ def test_a_node_gives_a_run_the_gpus_of_its_place(
     assert env["CUDA_VISIBLE_DEVICES"] == "GPU-b"
 
 
+# --- commands on several nodes ---
+
+METRICS = "metrics: {format: csv, path: '{run_dir}/m.csv'}"
+
+
+def command_plan(start: str, *settings: str) -> ExperimentPlan:
+    trainer = f"trainer={{type: command, start: {start}, argv: [echo, '{{seed}}', '{{x}}'], {METRICS}"
+    other = ("compare.claims=[]", "cluster={nodes: 2, cpu_ranks: 2}", f"{trainer}, parameters: {{x: 1}}}}")
+    recipe = load_recipe(ROOT / "tests" / "external" / "foreign.yaml", [*settings, *other, *ARMS_OF_X])
+    return make_plan(recipe)
+
+
+ARMS_OF_X = ("arms={baseline: {}, treatment: {trainer.parameters.x: 2}}", "seeds=[0, 1]")
+
+
+@pytest.mark.parametrize(("start", "tasks"), [("every_node", [2, 2]), ("once", [1, 1, 1, 1])])
+def test_a_command_that_starts_steps_itself_has_a_job_of_its_own(
+    start: str, tasks: list[int], slurm: Path, tmp_path: Path
+) -> None:
+    submit(command_plan(start), tmp_path)
+    (record,) = tmp_path.glob("*/_slurm/jobs.json")
+    jobs = json.loads(record.read_text())["jobs"]
+    assert [len(task) for job in jobs.values() for task in job] == tasks
+
+
+@pytest.mark.parametrize(("start", "nodes", "names"), [("every_node", "2", []), ("once", "1", ["n1"])])
+def test_a_command_starts_on_the_nodes_that_it_asks_for_and_is_told_all(
+    start: str, nodes: str, names: list[str], slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = command_plan(start)
+    submit(plan, tmp_path)
+    run = RunDir(next(tmp_path.glob("*/baseline/seed-0")))
+    variables = {"JOB_ID": "101", "JOB_NODELIST": "n[1-2]", "MEM_PER_CPU": "100", "NTASKS": "1"}
+    for name, value in {**variables, "PROCID": "0"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")
+    monkeypatch.setattr(allocation, "run_slurm", lambda *argv: "n1\nn2\n")
+    settings: Any = resolve_launcher_settings(None, "slurm")
+    config = plan.runs[0].config
+    engine = allocation.StepEngine(settings, 1, [config])
+    command = engine.command(run, config, ())
+    assert {f"--nodes={nodes}", f"--ntasks={nodes}", "--cpus-per-task=2", "--exact"} <= {*command}
+    assert [word for word in command if word.startswith("--nodelist")] == [f"--nodelist={n}" for n in names]
+    for name, value in engine.environment(run, config, ()).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(node, "node_refusals", lambda config, machine: [])
+    monkeypatch.setattr(node.os, "dup2", lambda *fds: None)  # the output of this test
+    _, env = node.make_agent_command(run, Rendezvous(address="n1:7000", node=1, grace_s=1), "n1")
+    told = {name.removeprefix("ABRUN_"): value for name, value in env.items() if name.startswith("ABRUN_")}
+    assert told | {"RUN_DIR": "", "POLL_S": ""} == {
+        **{"NUM_NODES": "2", "NODE_RANK": "1", "NODE_LIST": "n1,n2", "GPUS_PER_NODE": "0"},
+        **{"HEAD_ADDRESS": "n1", "PORT": "7000", "RUN_DIR": "", "POLL_S": ""},
+    }
+    assert (env["SLURM_OVERLAP"], env["SLURM_MEM_PER_NODE"], env["SLURM_NTASKS"]) == ("1", "0", "2")
+    assert "SLURM_MEM_PER_CPU" not in env  # srun refuses both
+
+
 # --- submission and refusals ---
 
 
@@ -316,10 +374,10 @@ def test_a_login_node_without_gpus_can_submit_what_needs_them(slurm: Path, tmp_p
 
 
 def test_what_no_machine_can_do_is_refused_at_once(slurm: Path, tmp_path: Path, snapshot: Snapshot) -> None:
-    metrics = "{format: csv, path: '{run_dir}/m.csv'}"
-    command = f"arms.treatment={{trainer: {{type: command, argv: [x], metrics: {metrics}}}}}"
     with snapshot.refused(LaunchError):
-        submit(planned(command, "cluster.nodes=2", "compare.claims=[]"), tmp_path)
+        submit(
+            planned("rollout={engine: vllm, devices: 1}", "cluster={nodes: 2, gpus_per_node: 1}"), tmp_path
+        )
 
 
 def test_resume_submits_what_is_left_once_the_queue_is_empty(
