@@ -205,7 +205,7 @@ def test_names_of_hydra_are_divided_at_commas() -> None:
         f"2024-11-24/10-00-00/arm={arm},seed={seed}/log.csv" for arm in ("new", "old") for seed in (0, 1)
     ]
     guess = guess_runs([Log(name=name, place=name, metrics={}) for name in names])
-    assert guess is not None
+    assert guess is not None and not isinstance(guess, str)
     assert [str(name) for name in guess.names] == [
         "arm=new/seed-0",
         "arm=new/seed-1",
@@ -222,7 +222,7 @@ def test_arms_of_a_sweep_are_the_settings_that_differ() -> None:
         for n, word in enumerate(words)
     ]
     guess = guess_runs(logs)
-    assert guess is not None and guess.paired
+    assert guess is not None and not isinstance(guess, str) and guess.paired
     assert [str(name) for name in guess.names] == [
         "lr=1e-05/seed-0",
         "lr=1e-06/seed-0",
