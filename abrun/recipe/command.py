@@ -22,18 +22,8 @@ PLACEHOLDERS = ("seed", "arm", "rerun", "experiment", "steps", "run_dir", "pytho
 # Known only on a run's nodes, where ABRUN_NUM_NODES and so on have the same values. Parameters hide them.
 NODE_PLACEHOLDERS = ("num_nodes", "node_rank", "node_list", "head_address", "port", "gpus_per_node")
 FRAMEWORKS = (  # the tables of names in abrun.logs.aliases
-    *(
-        "areal",
-        "fast-llm",
-        "megatron-lm",
-        "nemo-rl",
-        "open-instruct",
-        "openrlhf",
-        "pipelinerl",
-        "prime-rl",
-        "skyrl",
-    ),
-    *("slime", "torchtitan", "torchtitan-rl", "transformers", "trl", "verl"),
+    *("areal", "fast-llm", "megatron-lm", "nemo-rl", "open-instruct", "openrlhf", "pipelinerl"),
+    *("prime-rl", "skyrl", "slime", "torchtitan", "torchtitan-rl", "transformers", "trl", "verl"),
 )
 SCRIPT_SUFFIXES = (".py", ".sh")
 SAMPLE_RUN_DIR = "/RUN_DIR"  # placeholder for a run directory that does not exist yet
