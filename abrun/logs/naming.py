@@ -42,7 +42,7 @@ SEED_KEYS = ("seed", "data_seed", "rollout_seed", "data_loader_seed", "random_se
 SEED_LIMIT = 2**31
 # Words whose number counts processes, starts or checkpoints
 NO_SEED = re.compile(
-    rf"{PROCESS}|env|version|attempt|try|start|restart|job|jobid|task|part|checkpoint|ckpt|step|steps|epoch|iter",
+    rf"{PROCESS}|env|version|attempt|try|start|restart|job|jobid|task|part|checkpoint|ckpt|steps?|epoch|iter",
     re.IGNORECASE,
 )
 _PROCESS_NUMBER = re.compile(rf"(?<![A-Za-z]){PROCESS}[-_=. ]?\d+", re.IGNORECASE)
@@ -253,7 +253,7 @@ def _seed_in_name(log: Log, patterns: Sequence[str]) -> tuple[int, int] | None:
 
 
 def _counts_something(name: str, number: int) -> bool:
-    """Return True if a number of a name is that of a process, a start or a checkpoint, or part of a decimal."""
+    """Return True if a number of a name is a process's, a start's or a checkpoint's, or part of a decimal."""
     counted = rf"((?<![A-Za-z])({NO_SEED.pattern})[-_=. ]?|\d\.\d*|\de-)0*{number}(-aa\d+)?(/|$)"
     return re.search(counted, without_times(strip_suffix(name)), re.IGNORECASE) is not None
 
@@ -514,9 +514,9 @@ def _seed_evidence(logs: Sequence[Log]) -> Iterator[Evidence]:
         values = [(log.config or {}).get(key) for log in logs]
         if all(type(value) is int and 0 <= value < SEED_LIMIT for value in values):
             seeds = [int(value or 0) for value in values]
-            keys_of_arms = differing_settings(logs, seeds)
+            arm_keys = differing_settings(logs, seeds)
             arms_by_setting = [
-                ",".join(f"{key}={(log.config or {}).get(key)}" for key in keys_of_arms) or "run" for log in logs
+                ",".join(f"{key}={(log.config or {}).get(key)}" for key in arm_keys) or "run" for log in logs
             ]
             arms_by_name_or_setting = [_arm_groups(logs), arms_by_setting]
             yield [(f"{key} in the settings", seeds, arms_by_name_or_setting)]
@@ -594,7 +594,8 @@ def differing_settings(logs: Sequence[Log], seeds: Sequence[int] | None = None) 
     """
     configs = [log.config or {} for log in logs]
     differing_keys = []
-    for key in sorted({key for config in configs for key in config if key.rsplit(".", 1)[-1] not in SEED_KEYS}):
+    keys = {key for config in configs for key in config}
+    for key in sorted(key for key in keys if key.rsplit(".", 1)[-1] not in SEED_KEYS):
         values = [repr(config.get(key)) for config in configs]
         groups = seeds or [0] * len(logs)
         varies_in_a_seed = len({*zip(groups, values, strict=True)}) > len({*groups})

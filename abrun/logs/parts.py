@@ -89,7 +89,9 @@ def _join_processes(logs: Sequence[Log]) -> list[Log]:
             key = (_without(log.name, found[-1]), log.group, log.axis)
             groups.setdefault(key, {})[index] = (log, found[-1])
     for (name, *_), group in groups.items():
-        numbered = sorted((int(match[match.lastgroup]), match[0], index) for index, (_, match) in group.items())
+        numbered = sorted(
+            (int(match[match.lastgroup or 0]), match[0], index) for index, (_, match) in group.items()
+        )
         numbers = [number for number, *_ in numbered]
         if numbers[0] or len({*numbers}) < len(numbers):
             continue

@@ -15,7 +15,8 @@ from abrun.stats.series import EMPTY_SERIES, Series, Steps, build_series
 
 # A folder named only by its start or a checkpoint: a restarted run has several, side by side.
 START_FOLDER = re.compile(
-    r"(?:version|attempt|restart|retry|checkpoint|ckpt|step|epoch|iter)[-_]?\d+|v\d+-\d{8}-\d{6}|exp_\d+|\d{8}[-_T]?\d{4,6}|\d{4}-\d\d-\d\d.*|[A-Z][a-z]{2}\d\d_\d\d-\d\d-\d\d_.*"
+    r"(?:version|attempt|restart|retry|checkpoint|ckpt|step|epoch|iter)[-_]?\d+|v\d+-\d{8}-\d{6}|exp_\d+"
+    r"|\d{8}[-_T]?\d{4,6}|\d{4}-\d\d-\d\d.*|[A-Z][a-z]{2}\d\d_\d\d-\d\d-\d\d_.*"
 )
 _YEAR, _MONTH, _DAY = r"(?:19|20)\d\d", r"(?:0[1-9]|1[0-2])", r"(?:0[1-9]|[12]\d|3[01])"
 _CLOCK = r"(?:[01]\d|2[0-3])[-:._h]?[0-5]\d(?:[-:._m]?[0-5]\d(?:\.\d+|s)?)?"
