@@ -81,12 +81,12 @@ def _join_processes(logs: Sequence[Log]) -> list[Log]:
 
     One of the numbers is 0, as of an index: `gpu2` and `gpu4` may be arms.
     """
-    groups: dict[object, dict[int, tuple[Log, re.Match[str]]]] = {}
+    groups: dict[tuple[str, ...], dict[int, tuple[Log, re.Match[str]]]] = {}
     joined: dict[int, Log] = dict(enumerate(logs))
     for index, log in enumerate(logs):
         found = [] if log.identity else [*PROCESS_NUMBER.finditer(log.name)]
         if found:  # the last number of `node1/rank_0` first
-            key = (_without(log.name, found[-1]), log.group, log.axis)
+            key = (_without(log.name, found[-1]), log.group or "", log.axis)
             groups.setdefault(key, {})[index] = (log, found[-1])
     for (name, *_), group in groups.items():
         numbered = sorted(
