@@ -42,9 +42,10 @@ SEED_KEYS = ("seed", "data_seed", "rollout_seed", "data_loader_seed", "random_se
 SEED_LIMIT = 2**31
 # Words whose number counts processes, starts or checkpoints
 NO_SEED = re.compile(
-    rf"{PROCESS}|version|attempt|try|start|restart|job|jobid|task|part|checkpoint|ckpt|step|steps|epoch|iter",
+    rf"{PROCESS}|env|version|attempt|try|start|restart|job|jobid|task|part|checkpoint|ckpt|steps?|epoch|iter",
     re.IGNORECASE,
 )
+_PROCESS_NUMBER = re.compile(rf"(?<![A-Za-z]){PROCESS}[-_=. ]?\d+", re.IGNORECASE)
 SEPARATORS = r"[/_\-. =@,]+"
 # Words of a time, a process or a logger in run names, which do not distinguish arms.
 START_PART = r"\d{9,}|20\d{6}|\d{6}|\d{8}T\d+|RANK|offline|run|runs|tensorboard|wandb|tb|logs?|events"
@@ -252,11 +253,9 @@ def _seed_in_name(log: Log, patterns: Sequence[str]) -> tuple[int, int] | None:
 
 
 def _counts_something(name: str, number: int) -> bool:
-    """Return True if a number of a name is that of a process, a start or a checkpoint."""
-    return (
-        re.search(rf"(?<![A-Za-z])({NO_SEED.pattern})[-_=. ]?0*{number}(?!\d)", name, re.IGNORECASE)
-        is not None
-    )
+    """Return True if a number of a name is a process's, a start's or a checkpoint's, or part of a decimal."""
+    counted = rf"((?<![A-Za-z])({NO_SEED.pattern})[-_=. ]?|\d\.\d*|\de-)0*{number}(-aa\d+)?(/|$)"
+    return re.search(counted, without_times(strip_suffix(name)), re.IGNORECASE) is not None
 
 
 # --- patterns ---
@@ -428,7 +427,7 @@ def guess_runs(
     num_arms = len(set(groups))
     if not 1 < num_arms <= MAX_ARMS:
         return None
-    if not arms and not _kinds(logs) and (question := _ask_about_numbers(logs, groups)):
+    if not _kinds(logs) and (question := _ask_about_numbers(logs, groups, are_arms=arms is not None)):
         return question
     guessed = () if arms else (Code.ARMS_FROM_NAMES(num_arms=num_arms),)
     if num_arms == len(logs):
@@ -437,12 +436,20 @@ def guess_runs(
     return Naming(names=_number_runs(groups), paired=False, seeds_known=False, guessed=guessed)
 
 
-def _ask_about_numbers(logs: Sequence[Log], groups: Sequence[str]) -> str | None:
-    """Return a question if runs of one group differ in more than one number: they may be several arms."""
-    for group in set(groups):
+def _ask_about_numbers(logs: Sequence[Log], groups: Sequence[str], *, are_arms: bool) -> str | None:
+    """Return a question if runs of one group differ in a process's number: they may be one run.
+
+    If the groups are no known arms: also if they differ in several numbers, and may be several arms.
+    """
+    for group in dict.fromkeys(groups):
         names = [log for log, own in zip(logs, groups, strict=True) if own == group]
-        if len({*_shortened_names(names)}) > 1 and not differ_in_one_number(names):
-            examples = list_names([log.name for log in names], 3)
+        examples = list_names([log.name for log in names], 3)
+        if len(names) > 1 and len({_PROCESS_NUMBER.sub("", log.name) for log in names}) == 1:
+            return (
+                f"runs: {examples} differ in the number of a process; keep one with --exclude, or pass "
+                "--unpaired if each is a training of its own"
+            )
+        if not are_arms and len({*_shortened_names(names)}) > 1 and not differ_in_one_number(names):
             return (
                 f"arms: {examples} differ in several numbers; say which are arms and which are runs, for "
                 "example --pattern '{arm}-{seed}', or give the folder of each arm: ARM=FOLDER"
@@ -461,14 +468,17 @@ def guess_baseline(arms: Sequence[str]) -> str:
 def differ_only_by_numbers(logs: Sequence[Log]) -> bool:
     """Return True if run names differ only by numbers, so that they can be one arm."""
     kinds = {(log.job_type, log.group) for log in logs}
-    return len(kinds) == 1 and len(set(_names_without_numbers(logs))) == 1
+    return len(kinds) == 1 and len(set(names_without_numbers(logs))) == 1
 
 
 def differ_in_one_number(logs: Sequence[Log]) -> bool:
     """Return True if run names are the same but for one number, as of reruns."""
-    split_names = [re.split(r"(\d+)", name) for name in _shortened_names(logs)]
+    names = _shortened_names(logs)
+    split_names = [re.split(r"(\d+)", name) for name in names]
     if len({len(words) for words in split_names}) != 1 or not differ_only_by_numbers(logs):
         return False
+    if 1 < len({*names}) < len(names):
+        return False  # the second number is a time
     varying = [index for index, words in enumerate(zip(*split_names, strict=True)) if len({*words}) > 1]
     return not varying or (len(varying) == 1 and varying[0] % 2 == 1)
 
@@ -504,7 +514,11 @@ def _seed_evidence(logs: Sequence[Log]) -> Iterator[Evidence]:
         values = [(log.config or {}).get(key) for log in logs]
         if all(type(value) is int and 0 <= value < SEED_LIMIT for value in values):
             seeds = [int(value or 0) for value in values]
-            arms_by_name_or_setting = [_arm_groups(logs), _differing_settings(logs, keys, seeds)]
+            arm_keys = differing_settings(logs, seeds)
+            arms_by_setting = [
+                ",".join(f"{key}={(log.config or {}).get(key)}" for key in arm_keys) or "run" for log in logs
+            ]
+            arms_by_name_or_setting = [_arm_groups(logs), arms_by_setting]
             yield [(f"{key} in the settings", seeds, arms_by_name_or_setting)]
     yield by_weight[1]
     yield by_weight[2]
@@ -521,10 +535,14 @@ def _seed_word(words: Sequence[str], place: int) -> re.Match[str] | None:
 
 
 def _is_decimal(words: Sequence[str], place: int) -> bool:
-    """Return True for a part of a version or a decimal, such as 8 in 0.8; separators lie between words."""
-    before = place > 1 and words[place - 1] == "." and words[place - 2][-1:].isdigit()
+    """Return True for a part of a version or a decimal, such as 8 in 0.8 or 4 in 3e-4.
+
+    Separators lie between words.
+    """
+    joined = "".join(words[place - 2 : place]) if place > 1 else ""
+    before = re.search(r"\d(\.|e-)$", joined, re.IGNORECASE)
     after = place + 2 < len(words) and words[place + 1] == "." and words[place + 2][:1].isdigit()
-    return words[place].isdigit() and (before or after)
+    return words[place].isdigit() and bool(before or after)
 
 
 def _kinds(logs: Sequence[Log]) -> list[list[str]]:
@@ -538,8 +556,8 @@ def _kinds(logs: Sequence[Log]) -> list[list[str]]:
 def _cut_word(words: Sequence[str], place: int) -> str:
     """Return a name, of words and separators, without one word and the word `seed` before it."""
     start = place - 2 if place and words[place - 2].lower() == "seed" else place
-    head = [*words[: max(0, start - 1)]]
-    words = [*head, *words[place + 1 if head else place + 2 :]]
+    before, after = words[: max(0, start)], words[place + 1 :]  # one of the separators between them remains
+    words = [*before, *after[1:]] if not before or before[-1] == "/" else [*before[:-1], *after]
     while len(words) > 2 and _is_uninformative(words[-1]):
         words = words[:-2]
     return "".join(words).strip("/_-. =@,") or "run"
@@ -560,28 +578,31 @@ def _arm_groups(logs: Sequence[Log]) -> list[str]:
     """Return an arm for each log: its job type or group, a name that runs share, or one without numbers."""
     if kinds := _kinds(logs):
         return kinds[0]
-    names = _shortened_names(logs)
-    if 1 < len({*names}) < len(names) or len(logs) == 2:
+    names, without_numbers = _shortened_names(logs), names_without_numbers(logs)
+    are_numbered = len(set(without_numbers)) == 1  # names that only the number of a run distinguishes
+    if (1 < len({*names}) < len(names) and not are_numbered) or len(logs) == 2:
         return names
-    without_numbers = _names_without_numbers(logs)
-    if len(set(without_numbers)) > 1 and all(without_numbers):
+    if not are_numbered and all(without_numbers):
         return without_numbers
     return [name or "run" for name in without_numbers]
 
 
-def _differing_settings(logs: Sequence[Log], seed_keys: set[str], seeds: Sequence[int]) -> list[str]:
-    """Return an arm for each log: its values of the settings that differ between runs of one seed.
+def differing_settings(logs: Sequence[Log], seeds: Sequence[int] | None = None) -> list[str]:
+    """Return the settings that differ between runs of one seed, but not in every log as run names do.
 
-    Settings that differ in every log, as run names and folders do, are ignored.
+    Without `seeds`: those that differ between any runs, and fractions even if they differ in every log.
     """
     configs = [log.config or {} for log in logs]
     differing_keys = []
-    for key in sorted({key for config in configs for key in config} - seed_keys):
+    keys = {key for config in configs for key in config}
+    for key in sorted(key for key in keys if key.rsplit(".", 1)[-1] not in SEED_KEYS):
         values = [repr(config.get(key)) for config in configs]
-        varies_in_a_seed = len({*zip(seeds, values, strict=True)}) > len({*seeds})
-        if varies_in_a_seed and len({*values}) <= len(logs) // 2:
+        groups = seeds or [0] * len(logs)
+        varies_in_a_seed = len({*zip(groups, values, strict=True)}) > len({*groups})
+        are_fractions = seeds is None and all(type(config.get(key)) is float for config in configs)
+        if varies_in_a_seed and (are_fractions or len({*values}) <= len(logs) // 2):
             differing_keys.append(key)
-    return [",".join(f"{key}={config.get(key)}" for key in differing_keys) or "run" for config in configs]
+    return differing_keys
 
 
 def _shortened_names(logs: Sequence[Log]) -> list[str]:
@@ -592,7 +613,7 @@ def _shortened_names(logs: Sequence[Log]) -> list[str]:
     return names
 
 
-def _names_without_numbers(logs: Sequence[Log]) -> list[str]:
+def names_without_numbers(logs: Sequence[Log]) -> list[str]:
     """Return the names as they are written, without words that are numbers, times or loggers."""
     cut_names = []
     for name in _shortened_names(logs):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from abrun.logs.log import Log
 from abrun.logs.naming import strip_suffix
-from abrun.logs.starts import START_FOLDER, merge_continued_starts
+from abrun.logs.starts import merge_continued_starts, run_of_start
 from abrun.logs.step_parts import PROCESS, average_series
 from abrun.runs.metric_names import is_clock, is_counter
 from abrun.stats.series import Series
@@ -20,9 +20,14 @@ SPLITS = {"train", "training", "validation", "valid", "val", "eval", "evaluation
 COMPONENTS = SPLITS | {"actor", "preprocessor", "finetune", "trainer", "orchestrator", "explorer", "learner"}
 COMPONENTS |= {"rollout", "rollouts", "sampler", "generator", "inference", "evaluator", "buffer", "critic"}
 MAX_SHARED = 1 / 3  # share of the metrics of a component that another one may have, too
-_PROCESS_WORD = re.compile(
-    rf"(?<![A-Za-z0-9]){PROCESS}[-_=]?(?P<number>\d{{1,5}})(?![A-Za-z0-9]|\.\d)", re.IGNORECASE
+# Number of a process: `rank_3`, `3_of_8`, or torchrun's folder `attempt_0/3`
+PROCESS_NUMBER = re.compile(
+    rf"(?<![A-Za-z0-9])(?:{PROCESS}[-_=]?(?P<rank>\d{{1,5}})(?:[-_]of[-_]\d+)?"
+    r"|(?<!(?:seed|fold)[-_])(?<!(?:run|rep)[-_])(?<!trial[-_])(?P<part>\d+)[-_]of[-_]\d+"
+    r"|attempt_\d+/(?P<local>\d+))(?![A-Za-z0-9]|\.\d)",
+    re.IGNORECASE,
 )
+
 
 
 def merge_subfolders(runs_by_folder: Mapping[Path, Log]) -> list[Log]:
@@ -57,14 +62,14 @@ def merge_run_parts(logs: Sequence[Log]) -> list[Log]:
     logs = _join_components(_join_processes(merge_parts(logs)))
     starts: dict[str, list[Log]] = {}
     for log in logs:
-        folder, _, leaf = log.name.rpartition("/")
-        key = folder if folder and log.run_id is None and START_FOLDER.fullmatch(leaf) else f"/{len(starts)}"
+        run = "" if log.run_id or log.identity else run_of_start(log.name)
+        key = run if run and run != log.name else f"/{len(starts)}"
         starts.setdefault(key, []).append(log)
     merged_runs: list[Log] = []
-    for folder, run_starts in starts.items():
+    for name, run_starts in starts.items():
         place = str(Path(run_starts[0].place).parent)
         run = merge_continued_starts(run_starts, place) if len(run_starts) > 1 else None
-        merged_runs += [replace(run, name=folder)] if run else run_starts
+        merged_runs += [replace(run, name=name)] if run else run_starts
     return merged_runs
 
 
@@ -74,35 +79,39 @@ def merge_run_parts(logs: Sequence[Log]) -> list[Log]:
 def _join_processes(logs: Sequence[Log]) -> list[Log]:
     """Average the logs of runs' processes, whose names differ in the number of a rank or worker alone.
 
-    Numbers count if they go from 0 up without a gap: `gpu2` and `gpu4` may be arms.
+    One of the numbers is 0, as of an index: `gpu2` and `gpu4` may be arms.
     """
-    ranks = {id(log): match for log in logs if (match := _PROCESS_WORD.search(log.name)) and not log.identity}
-    groups: dict[object, list[Log]] = {}
+    groups: dict[tuple[str, ...], dict[int, tuple[Log, re.Match[str]]]] = {}
+    joined: dict[int, Log] = dict(enumerate(logs))
     for index, log in enumerate(logs):
-        match = ranks.get(id(log))
-        groups.setdefault((_without(log.name, match), log.group) if match else index, []).append(log)
-    joined: list[Log] = []
-    for group in groups.values():
-        group = sorted(group, key=lambda log: int(ranks[id(log)]["number"]) if id(log) in ranks else 0)
-        match = ranks.get(id(group[0]))
-        numbers = sorted(int(ranks[id(log)]["number"]) for log in group) if match else []
-        if match is None or numbers != [*range(len(group))] or len({log.axis for log in group}) > 1:
-            joined += group
+        found = [] if log.identity else [*PROCESS_NUMBER.finditer(log.name)]
+        if found:  # the last number of `node1/rank_0` first
+            key = (_without(log.name, found[-1]), log.group or "", log.axis)
+            groups.setdefault(key, {})[index] = (log, found[-1])
+    for (name, *_), group in groups.items():
+        numbered = sorted(
+            (int(match[match.lastgroup or 0]), match[0], index) for index, (_, match) in group.items()
+        )
+        numbers = [number for number, *_ in numbered]
+        if numbers[0] or len({*numbers}) < len(numbers):
             continue
-        log = replace(_average_logs(group), name=_without(group[0].name, match), run_id=None)
-        guess = f"mean over {len(group)} processes of one run ({match[0]} and so on)"
-        joined.append(replace(log, guesses=(*log.guesses, guess)) if len(group) > 1 else log)
-    return joined
+        processes = [joined.pop(index) for *_, index in numbered]
+        word = numbered[0][1]
+        guess = f"mean over {len(group)} processes of one run ({word} and so on)"
+        log = replace(_average_logs(processes), name=name, run_id=None)
+        joined[min(group)] = replace(log, guesses=(*log.guesses, guess)) if len(group) > 1 else log
+    merged = [joined[index] for index in sorted(joined)]
+    return _join_processes(merged) if groups and len(merged) < len(logs) else merged
 
 
 def _without(name: str, match: re.Match[str]) -> str:
-    """Return a name without the match and the separator before or after it."""
+    """Return a name without the match, but for the word of a component, and one separator beside it."""
     start, end = strip_suffix(name[: match.start()]), strip_suffix(name[match.end() :])
-    return (
-        f"{start}{end.lstrip('/-_. ')}".strip("/-_. ")
-        if not end.startswith("/")
-        else f"{start.rstrip('/-_. ')}{end}"
-    )
+    word = re.match("[A-Za-z]*", match[0])
+    if word and word[0].lower() in COMPONENTS and word[0] != match[0]:
+        return f"{start}{word[0]}{end}"
+    joined = f"{start.rstrip('/-_. ')}{end}" if end.startswith("/") else f"{start}{end.lstrip('/-_. ')}"
+    return joined.strip("/-_. ")
 
 
 def _average_logs(logs: Sequence[Log]) -> Log:

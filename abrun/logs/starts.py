@@ -13,9 +13,10 @@ from abrun.messages.codes import Code
 from abrun.runs.redaction import printable
 from abrun.stats.series import EMPTY_SERIES, Series, Steps, build_series
 
-# A folder named only by its start: a restarted run has several, side by side.
+# A folder named only by its start or a checkpoint: a restarted run has several, side by side.
 START_FOLDER = re.compile(
-    r"version_\d+|v\d+-\d{8}-\d{6}|exp_\d+|\d{8}[-_T]?\d{4,6}|\d{4}-\d\d-\d\d.*|[A-Z][a-z]{2}\d\d_\d\d-\d\d-\d\d_.*"
+    r"(?:version|attempt|restart|retry|checkpoint|ckpt|step|epoch|iter)[-_]?\d+|v\d+-\d{8}-\d{6}|exp_\d+"
+    r"|\d{8}[-_T]?\d{4,6}|\d{4}-\d\d-\d\d.*|[A-Z][a-z]{2}\d\d_\d\d-\d\d-\d\d_.*"
 )
 _YEAR, _MONTH, _DAY = r"(?:19|20)\d\d", r"(?:0[1-9]|1[0-2])", r"(?:0[1-9]|[12]\d|3[01])"
 _CLOCK = r"(?:[01]\d|2[0-3])[-:._h]?[0-5]\d(?:[-:._m]?[0-5]\d(?:\.\d+|s)?)?"
@@ -35,13 +36,20 @@ MOMENT = re.compile(
 )
 
 
+def run_of_start(name: str) -> str:
+    """Return a name without a folder named only by its start, which is its last or holds its file."""
+    *parents, last = name.split("/")
+    if START_FOLDER.fullmatch(last):
+        return "/".join(parents)
+    return "/".join([*parents[:-1], last]) if parents and START_FOLDER.fullmatch(parents[-1]) else name
+
+
 def without_times(name: str) -> str:
     """Return a name without dates, clock times and UUIDs, which identify neither arm nor seed."""
     if not MOMENT.search(name):
         return name
-    cleaned_parts = [
-        re.sub(r"[-_.@ ]{2,}", "-", MOMENT.sub("", text)).strip("-_@ ") for text in name.split("/")
-    ]
+    moment = rf"[-_.@ ]*{MOMENT.pattern}[-_.@ ]*"
+    cleaned_parts = [re.sub(moment, "-", text).strip("-_@ ") for text in name.split("/")]
     return "/".join(text for text in cleaned_parts if text)
 
 
@@ -159,7 +167,5 @@ def _run_identity(log: Log) -> object:
         for key, value in config.items()
         if "resume" not in key
     }
-    folder, _, leaf = log.name.rpartition("/")
-    name = folder if folder and START_FOLDER.fullmatch(leaf) else log.name
     versions = (log.environment or {}).get("versions")
-    return without_times(name), log.group, log.job_type, settings, versions
+    return without_times(run_of_start(log.name)), log.group, log.job_type, settings, versions

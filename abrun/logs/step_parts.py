@@ -19,9 +19,10 @@ from abrun.stats.series import Array, Series, build_series
 
 SPLIT = r"[^\W\d_][\w\- ]{0,30}"  # the name of a data split, such as train or eval
 MAX_SPLITS = 8
+MIN_FILLED = 3 / 4  # share of the steps and values of a column that have a row
 # Words for a process of a run, in columns (`dp_rank`) and in names of files and folders (`rank_3`)
 PROCESS = r"((global|local|world|node|data|dp|tp|pp|cp|ep|mpi|torch|env)[-_]?)*"
-PROCESS += r"(rank|worker|proc|process|pid|device|gpu|node|host|hostname|replica|shard|actor|env)"
+PROCESS += r"(rank|worker|proc|process|pid|device|gpu|node|host|hostname|replica|shard|actor)"
 _PROCESS_COLUMN = re.compile(rf"(.*[/.])?{PROCESS}([-_]?(id|idx|index|num|number|name))?", re.IGNORECASE)
 
 
@@ -90,7 +91,7 @@ def separate_rows(
             raise StoreError(
                 f"{table.place}: rows of one step differ in column '{printable(name[:80])}' "
                 f"({list_names(_describe_values(table, name), 4)}); write one row a step, or a file for each "
-                "value; or call the column 'rank' to compare the mean over it"
+                "value; or call the column 'arm' to compare its values, or 'rank' to compare their mean"
             )
     return table, None, []
 
@@ -117,18 +118,16 @@ def _tell_apart(rows_of_metrics: Sequence[Rows], steps: Array, parts: NDArray[np
 
 
 def _is_grid(column: Column, steps: Array) -> bool:
-    """Return True if each of several steps has each of a few texts or whole numbers once.
+    """Return True if each of several steps has each of a few texts or numbers once; a few may be missing.
 
     Neither a metric nor rows that were written again look like that.
     """
     is_used = ~np.isnan(steps)
     num_rows, num_steps = int(is_used.sum()), len(np.unique(steps[is_used]))
-    numbers = column.values[~column.is_text]
-    if num_steps < 2 or num_rows % num_steps or not (np.floor(numbers) == numbers).all():
-        return False
     parts = _number_cells(column.cells(len(steps)))[is_used]
     pairs = {*zip(steps[is_used].tolist(), parts.tolist(), strict=True)}
-    return len(pairs) == num_rows == num_steps * len(np.unique(parts))
+    num_cells = num_steps * len(np.unique(parts))
+    return num_steps > 1 and len(pairs) == num_rows >= MIN_FILLED * num_cells
 
 
 def _describe_values(table: Table, name: str) -> list[str]:

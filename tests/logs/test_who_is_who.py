@@ -294,7 +294,7 @@ def test_rows_of_several_processes_are_averaged(
     assert [sorted(log.metrics) for log in experiment.runs.values()] == [["train/reward"]] * 4
 
 
-@pytest.mark.parametrize("values", [(0, 1, 2), ("3fa9", "77b0", "c0de")])
+@pytest.mark.parametrize("values", [(0, 1, 2), (0.5, 0.7, 1.0), ("3fa9", "77b0", "c0de")])
 def test_rows_that_differ_in_another_column_are_refused_by_its_name(
     tmp_path: Path, values: Sequence[object]
 ) -> None:
@@ -313,6 +313,87 @@ def test_rows_that_were_written_again_are_no_parts(tmp_path: Path) -> None:
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (log,) = read_logs(str(tmp_path))
     assert log.metrics["loss"].steps.tolist() == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "{arm}/rank{rank}.jsonl",  # with a gap
+        "{arm}/node{node}_gpu{local}.jsonl",
+        "{arm}/metrics-{rank:05d}-of-00006.jsonl",
+        "{arm}/attempt_0/{rank}/log.jsonl",
+        "{arm}/actor_{rank}.jsonl",
+    ],
+)
+def test_shards_of_one_training_are_one_run(tmp_path: Path, layout: str) -> None:
+    for arm in ("old", "new"):
+        write(tmp_path / arm / "learner.jsonl", metrics=("kl",)) if "actor" in layout else None
+        for rank in (0, 1, 4, 5):
+            write(tmp_path / layout.format(arm=arm, rank=rank, node=rank // 4, local=rank % 2), rank)
+    assert names(opened(tmp_path)) == {"new": [0], "old": [0]}
+    assert names(opened(tmp_path / "old", tmp_path / "new")) == {"old": [0], "new": [0]}
+
+
+@pytest.mark.parametrize("word", ["worker{}", "events.pid400{}"])
+def test_processes_that_cannot_be_joined_are_no_runs_of_their_own(tmp_path: Path, word: str) -> None:
+    for arm in ("old", "new"):
+        for number in (1, 2, 3):
+            write(tmp_path / arm / f"{word.format(number)}.jsonl", number)
+    with pytest.raises(ComparisonError, match="differ in the number of a process"):
+        opened(tmp_path / "old", tmp_path / "new")
+
+
+def test_tasks_that_each_source_holds_are_no_runs_of_one_arm(tmp_path: Path) -> None:
+    for arm in ("old", "new"):
+        for task in ("math", "code"):
+            write(tmp_path / arm / f"{task}.jsonl")
+    with pytest.raises(ComparisonError, match="tasks or parts of one training"):
+        opened(tmp_path / "old", tmp_path / "new")
+
+
+def test_checkpoints_with_a_row_each_are_one_run(tmp_path: Path) -> None:
+    for arm in ("old", "new"):
+        for step in (100, 200, 300):
+            path = tmp_path / arm / f"checkpoint-{step}" / "metrics.jsonl"
+            path.parent.mkdir(parents=True)
+            path.write_text(json.dumps({"step": step, "accuracy": step / 1000}) + "\n")
+    assert names(opened(tmp_path)) == {"new": [0], "old": [0]}
+
+
+def test_learning_rates_are_arms_as_they_are_written(tmp_path: Path) -> None:
+    for rate in ("1e-3", "1e-4", "3e-4"):
+        write(tmp_path / f"lr{rate}.jsonl")
+    assert set(opened(tmp_path).arms) == {"lr1e-3", "lr1e-4", "lr3e-4"}
+
+
+def test_dates_that_tell_runs_of_a_seed_apart_are_asked_about(tmp_path: Path) -> None:
+    for date in ("2026-05-01", "2026-05-08"):
+        for number in (1, 2):
+            write(tmp_path / "seeds" / f"nightly-{date}" / f"seed{number}.jsonl")
+            write(tmp_path / "runs" / f"nightly-{date}-run{number}.jsonl")
+    for folder in ("seeds", "runs"):
+        with pytest.raises(ComparisonError, match="--pattern"):
+            opened(tmp_path / folder)
+
+
+@pytest.mark.parametrize("values", [("adam", "muon", "adam", "muon"), (0.1, 0.2, 0.3, 0.4)])
+def test_settings_that_differ_between_numbered_runs_are_asked_about(
+    tmp_path: Path, values: Sequence[object]
+) -> None:
+    for number, value in enumerate(values):
+        write(tmp_path / f"run_{number}" / "log.jsonl", number)
+        (tmp_path / f"run_{number}" / "config.json").write_text(json.dumps({"x": value, "name": number}))
+    with pytest.raises(ComparisonError, match="--arms-by x"):
+        opened(tmp_path)
+
+
+def test_rest_of_a_name_keeps_its_separators(tmp_path: Path) -> None:
+    for arm in ("ppo", "ppo_rnd"):
+        for seed in (1, 2):
+            write(tmp_path / "a" / f"Env-v1__{arm}__{seed}__{1700000000 + seed}.jsonl")
+            write(tmp_path / "b" / "c" / f"seed={seed},x={arm}.jsonl")
+    assert set(opened(tmp_path / "a").arms) == {"Env-v1__ppo", "Env-v1__ppo_rnd"}
+    assert set(opened(tmp_path / "b").arms) == {"c/x=ppo", "c/x=ppo_rnd"}
 
 
 # --- the list ---

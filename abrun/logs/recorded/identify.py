@@ -21,11 +21,13 @@ from abrun.logs.naming import (
     RunFilter,
     differ_in_one_number,
     differ_only_by_numbers,
+    differing_settings,
     find_seed,
     guess_runs,
     name_by_settings,
     name_runs,
     name_seeds,
+    names_without_numbers,
     pattern_fields,
     strip_suffix,
 )
@@ -195,10 +197,16 @@ def name_one_arm(sources: Sources) -> Naming | None:
     if arm is None or not (given_arm or len(logs) == 1 or differ_only_by_numbers(logs)):
         return None
     names = name_seeds(logs, arm, run_filter=sources.run_filter)
-    if not isinstance(names, str):
-        return Naming(names=names)
-    if given_arm is None and all(map(find_seed, logs)):
+    if given_arm is None and isinstance(names, str) and all(map(find_seed, logs)):
         return None  # two runs of one seed: there are several arms
+    if given_arm is None and (settings := differing_settings(logs)):
+        raise ComparisonError(
+            f"arms: the runs in {printable(folder or '')} differ in settings ({list_names(settings, 4)}); "
+            f"compare them by one, such as --arms-by {printable(settings[0])}, or name the arm that all "
+            f"are: ARM={printable(folder or '')}"
+        )
+    if not isinstance(names, str):
+        return _with_seed_guess(Naming(names=names), logs)
     if given_arm or differ_in_one_number(logs):
         names = name_seeds(logs, arm, unpaired=True, run_filter=sources.run_filter)
     return None if isinstance(names, str) else Naming(names=names, paired=False, seeds_known=False)
@@ -222,6 +230,17 @@ def guess_names(sources: Sources) -> Naming | str | None:
         return arms
     arm_of_logs = [arm for arm, arm_logs in zip(arms, sources.logs_by_source, strict=True) for _ in arm_logs]
     naming = guess_runs(logs, arm_of_logs, run_filter)
+    kinds = [
+        {re.sub(r"\d+", "", name): log for name, log in zip(names_without_numbers(own), own, strict=True)}
+        for own in sources.logs_by_source
+    ]
+    is_unknown = isinstance(naming, Naming) and not naming.seeds_known
+    if is_unknown and len(kinds[0]) > 1 and all(own.keys() == kinds[0].keys() for own in kinds):
+        examples = list_names([log.name for log in kinds[0].values()], 4)
+        return (
+            f"runs: each source holds {examples} or alike, which may be tasks or parts of one training; keep "
+            "one kind with --exclude, or pass --unpaired if all are runs of their arm"
+        )
     if isinstance(naming, Naming) and len(logs) == num_sources and not sources.has_arms:
         return replace(naming, guessed=(Code.SOURCES_ARE_ARMS(num_sources=num_sources), *naming.guessed))
     return naming
@@ -285,12 +304,18 @@ def _as_naming(sources: Sources, rule: Callable[[bool], Names]) -> Naming | str:
     may_unpair = not unpaired and sources.may_guess and sources.pattern is None
     if may_unpair and len(seeds) > 1 and not set.intersection(*seeds.values()):
         return replace(naming, paired=False, guessed=(Code.ARMS_SHARE_NO_SEED(),))
-    have_identities = all(log.identity for log in sources.logs)
-    if have_identities or sources.pattern is not None or len(names) == len(seeds) or not seeds_known:
+    if sources.pattern is not None or len(names) == len(seeds) or not seeds_known:
         return naming
-    seed = find_seed(sources.logs[0])
-    source = seed.source if seed else f"names such as '{printable(sources.logs[0].name)}'"
-    guess = Code.SEEDS_FROM(how=source, arm=printable(names[0].arm), seed=names[0].seed)
+    return _with_seed_guess(naming, sources.logs)
+
+
+def _with_seed_guess(naming: Naming, logs: Sequence[Log]) -> Naming:
+    """Return the naming with what states the seeds, unless the runs' own files do, or there is one run."""
+    if len(logs) == 1 or all(log.identity for log in logs):
+        return naming
+    seed, run = find_seed(logs[0]), naming.names[0]
+    source = seed.source if seed else f"names such as '{printable(logs[0].name)}'"
+    guess = Code.SEEDS_FROM(how=source, arm=printable(run.arm), seed=run.seed)
     return replace(naming, guessed=(guess,))
 
 
