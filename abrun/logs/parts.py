@@ -29,7 +29,6 @@ PROCESS_NUMBER = re.compile(
 )
 
 
-
 def merge_subfolders(runs_by_folder: Mapping[Path, Log]) -> list[Log]:
     """Merge event files in subfolders of a run (hyperparameters, torch's add_scalars) into the run."""
     runs = dict(runs_by_folder)
