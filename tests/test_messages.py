@@ -97,6 +97,7 @@ PHRASE = re.compile(r"[A-Za-z]{2,}[,:;]? \(?[A-Za-z]{2,}|\w: *$|\w $")
 READERS = ("abrun/logs/", "abrun/trainer/tasks/", "abrun/messages/")
 # A text of one word, or part of a longer one: who writes it, or what it is if that is abrun
 FOREIGN = {
+    "Submitted batch job": "Slurm",
     "Input should be ": "pydantic",
     "Value error, ": "pydantic",
     "can't start new thread": "Python",

@@ -66,6 +66,9 @@ POLL_S = poll_interval(1.0)
 GRACE_S = 30.0
 # A command counts as hanging after this multiple of its longest step so far.
 STALL_FACTOR = 10
+# Between questions to Slurm about the job of `sbatch --wait`, which prints this line.
+ASK_SLURM_S = poll_interval(10.0)
+SUBMITTED = r"^Submitted batch job (\d+)"
 LIMITS = (Code.TIME_LIMIT_REACHED, Code.STALL_LIMIT_REACHED)
 # Exit codes, the same as those of abrun.trainer and its agent.
 FAILED, INTERRUPTED, TIMED_OUT = 1, 3, 124
@@ -115,6 +118,7 @@ class _Run:
         self._started_s = self._last_step_s = time.monotonic()
         self._step, self._longest_step_s = 0, 0.0
         self._steps_s: list[float] = []
+        self._ask_slurm_s, self._was_queued = 0.0, False
         self._pauses = PauseDetector()
 
     def run(self) -> int:
@@ -167,9 +171,26 @@ class _Run:
     def _stall_limit_s(self) -> float:
         return max(self._config.stalled_s, STALL_FACTOR * self._longest_step_s)
 
+    def _wait_in_queue(self, now: float) -> None:
+        """Count the command's time from now on while a Slurm job that it has submitted is queued."""
+        if self._longest_step_s or now < self._ask_slurm_s:
+            return
+        self._ask_slurm_s = now + ASK_SLURM_S
+        jobs = re.findall(SUBMITTED, self._run_dir.read_log(self._log_start), re.MULTILINE)
+        if jobs and _is_queued(jobs[-1]):
+            self._started_s = self._last_step_s = now
+            text = f"Slurm job {jobs[-1]} is queued"
+            step, patience_s = self._follower.last_step, self._stall_limit_s
+            self._writer.heartbeat(step, patience_s=patience_s, activity=text)
+            self._was_queued = True
+        elif self._was_queued:
+            self._was_queued = False
+            self._report_progress()
+
     def _find_exceeded_limit(self) -> Reason | None:
         """Return the limit that the command has exceeded, or None."""
         limits, now = self._config.limits, time.monotonic()
+        self._wait_in_queue(now)
         if limits.run_s and now - self._started_s > limits.run_s:
             return Code.TIME_LIMIT_REACHED(limit_s=limits.run_s)
         silent_s = now - max(self._last_step_s, self._pauses.running_since_s())
@@ -236,6 +257,16 @@ class _Run:
             return in_words(f"no metrics: trainer.metrics: {place}: {why}; {remedy}")
         problem = self._follower.problem
         return in_words(f"metrics: {problem}") if problem else None
+
+
+def _is_queued(job: str) -> bool:
+    """Return True if Slurm says that a job waits for its nodes."""
+    query = ["squeue", "--noheader", f"--jobs={job}", "--format=%T"]
+    try:
+        output = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return {*output.split()} == {"PENDING"}
 
 
 def _fill_command(

@@ -148,6 +148,7 @@ class Heartbeat:
     step: Count = 0
     patience_s: Seconds | None = None  # the run counts as stalled if the next heartbeat takes longer
     limit_s: Seconds | None = None  # the job ends itself if the next heartbeat takes longer
+    activity: str | None = None  # of a command that takes no steps yet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

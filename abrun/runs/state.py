@@ -35,7 +35,7 @@ class Progress:
     """Progress of a run that is running or stalled, as far as its records tell."""
 
     last_step_s: float  # time of the last step, or of the last start if that is later
-    activity: str | None  # of the first rank; None for a command
+    activity: str | None  # of the first rank, or of a queued command
     limit_s: float | None  # seconds of silence after which the job ends itself; None if they do not count yet
     attempt: int | None = None  # that takes the steps; None: not begun
 
@@ -200,7 +200,8 @@ def _describe_progress(latest: LatestRecord, nodes: Sequence[NodeStatus], heartb
         return Progress(last_step_s=last_step_s, activity=IMPORTS, limit_s=None)
     first_node = min(nodes, key=lambda node: node.node, default=None)
     if first_node is None:
-        activity, limit_s = None, heartbeat.limit_s if heartbeat.time_s > started_s else None
+        is_new = heartbeat.time_s > started_s
+        activity, limit_s = (heartbeat.activity, heartbeat.limit_s) if is_new else (None, None)
     else:
         is_silent = all(node.silent_since_s is not None for node in nodes)
         activity, limit_s = first_node.activity or None, first_node.limit_s if is_silent else None

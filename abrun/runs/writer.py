@@ -187,10 +187,10 @@ class RunWriter:
 
         return hash_steps(self.path / layout.ROLLOUTS, num_steps)
 
-    def heartbeat(self, step: int, **bounds: float) -> None:
-        """Write a heartbeat. `bounds`: `patience_s` and `limit_s` of Heartbeat, of a command's run."""
+    def heartbeat(self, step: int, **fields: float | str) -> None:
+        """Write a heartbeat. `fields`: further ones of Heartbeat, of a command's run."""
         self.check_fence()
-        content = {"time_s": time.time(), "step": step, "pid": os.getpid(), "attempt": self.attempt, **bounds}
+        content = {"time_s": time.time(), "step": step, "pid": os.getpid(), "attempt": self.attempt, **fields}
         write_json(self.path / layout.HEARTBEAT, content, durable=False)
 
     def event(self, event: str, **details: Any) -> None:

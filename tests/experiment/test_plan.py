@@ -32,6 +32,20 @@ def names(plan: ExperimentPlan) -> list[str]:
     return [str(run.name) for run in plan.runs]
 
 
+WHERE = {"once": "the first of 2 nodes", "every_node": "each of 2 nodes, NODE_RANK 0 to 1"}
+
+
+@pytest.mark.parametrize("start", WHERE)
+def test_a_dry_run_says_where_a_command_starts(start: str) -> None:
+    words = ["{python}", "{script}", "{node_rank}", "{port}", "{learning_rate}", "{behaviour}", "{step_s}"]
+    settings = ("cluster.nodes=2", f"trainer.start={start}", f"trainer.argv={words}")
+    more = ("trainer.env={LABEL: '{label}'}", "trainer.parameters.port=7")  # which hides the placeholder
+    shown = " ".join(dry_run(make_plan(load_recipe(FOREIGN, [*settings, *more]))).split())
+    assert f"The command of baseline/seed-0 on {WHERE[start]}, " in shown
+    assert "foreign_trainer.py NODE_RANK 7 0.5" in shown
+    assert "which only Slurm starts on several nodes; use launcher: slurm" in shown
+
+
 def test_runs_are_interleaved_by_pair() -> None:
     assert names(plan_of("seeds=[3, 1]", "arms.other.steps=9")) == [
         *("baseline/seed-3", "treatment/seed-3", "other/seed-3"),

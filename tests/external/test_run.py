@@ -106,6 +106,21 @@ def test_nodes_are_placeholders_and_one_machine_is_one_node(tmp_path: Path) -> N
     assert port == same_port and port.isdigit()
 
 
+@pytest.mark.parametrize(("answer", "code"), [("PENDING", 0), ("RUNNING", external_run.TIMED_OUT)])
+def test_time_in_the_queue_of_slurm_is_no_stall(
+    answer: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = "echo Submitted batch job 7; sleep 3; echo step,a > {run_dir}/m.csv; echo 1,2 >> {run_dir}/m.csv"
+    directory = prepared(tmp_path, "limits.stalled_s=1.5", *commands(script))
+    squeue = tmp_path / "squeue"
+    squeue.write_text(f"#!/bin/sh\ncp {directory}/heartbeat.json {tmp_path}/seen.json; echo {answer}\n")
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert start(directory).wait(60) == code
+    said = read_json(tmp_path / "seen.json").get("activity")
+    assert said == ("Slurm job 7 is queued" if answer == "PENDING" else None)
+
+
 def plan_of(*overrides: str) -> ExperimentPlan:
     return make_plan(load_recipe(FOREIGN, [SCRIPT, *overrides]))
 

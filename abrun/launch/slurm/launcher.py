@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -55,6 +56,7 @@ class SlurmTask:
     state: str  # PENDING, RUNNING, ...
     reason: str
     nodes: str
+    submitted: str = ""  # when it was queued last, by this host's clock: 2026-01-31T23:59:59
     script: str = ""  # path of the submitted script
 
     @property
@@ -72,6 +74,14 @@ class SlurmTask:
     def name(self) -> str:
         return self.job if self.index is None else f"{self.job}_{self.index}"
 
+    @property
+    def queued_for(self) -> str:
+        """Return how long it has been queued, such as ` for 12 min`; empty if that is unknown."""
+        with contextlib.suppress(ValueError):
+            minutes = int(time.time() - datetime.fromisoformat(self.submitted).timestamp()) // 60
+            return f" for {minutes} min" if minutes > 0 else ""
+        return ""
+
 
 def submit_script(script: str, *options: str) -> str:
     return run_slurm("sbatch", "--parsable", *options, script).strip().partition(";")[0]
@@ -86,14 +96,12 @@ def find_refusal(options: Sequence[str]) -> str | None:
 def list_tasks(user: str) -> list[SlurmTask]:
     """Return all tasks of a user that Slurm still knows. It forgets ended ones after minutes."""
     # A query by id would fail for all tasks if one is forgotten.
-    output = run_slurm("squeue", f"--user={user}", "-h", "-r", "-t", "all", "-o", "%F|%K|%T|%r|%N|%o")
+    output = run_slurm("squeue", f"--user={user}", "-h", "-r", "-t", "all", "-o", "%F|%K|%T|%r|%N|%V|%o")
     tasks = []
     for line in output.splitlines():
-        job, index, state, reason, nodes, script = line.split("|", 5)
-        task_index = int(index) if index.isdigit() else None
-        tasks.append(
-            SlurmTask(job=job, index=task_index, state=state, reason=reason, nodes=nodes, script=script)
-        )
+        job, index, *texts = line.split("|", 6)
+        fields = dict(zip(("state", "reason", "nodes", "submitted", "script"), texts, strict=True))
+        tasks.append(SlurmTask(job=job, index=int(index) if index.isdigit() else None, **fields))
     return tasks
 
 
@@ -560,7 +568,7 @@ class SlurmCluster(ClusterJobs):
 
         match (task.phase if task else "FORGOTTEN", state.status):
             case ("QUEUED", _):
-                status, reason = "waiting", f"job {task.name} waits: {task.reason}"
+                status, reason = "waiting", f"job {task.name} is queued{task.queued_for}: {task.reason}"
             case ("RUNNING", "pending" | "interrupted") if is_removed:
                 gone = f"{state.directory}: was removed while job {task.name} runs"
                 status, reason = "failed", f"{gone}; create it again with --resume"

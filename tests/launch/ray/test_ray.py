@@ -133,6 +133,14 @@ def test_a_refused_job_leaves_nothing(ray: FakeRay, tmp_path: Path) -> None:
     assert not (tmp_path / "runs" / "small").exists()
 
 
+def test_a_command_on_several_nodes_is_refused_with_a_way_out(ray: FakeRay, tmp_path: Path) -> None:
+    metrics = "{format: csv, path: '{run_dir}/m.csv'}"
+    command = f"arms.treatment={{trainer: {{type: command, argv: [x], metrics: {metrics}}}}}"
+    with pytest.raises(LaunchError) as refusal:
+        submit(planned(command, "cluster.nodes=2", "compare.claims=[]"), tmp_path)
+    assert "use launcher: slurm, or nodes: 1" in str(refusal.value) and "sbatch --wait" in str(refusal.value)
+
+
 def test_without_the_package_it_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Snapshot
 ) -> None:

@@ -46,9 +46,9 @@ sbatch: error: Batch job submission failed: Invalid partition name specified" >&
   last=$(option array)
   last=${last%%%*}
   if [ -z "$last" ]; then
-    echo "$number|N/A|PENDING|Priority||$script" >>queue
+    echo "$number|N/A|PENDING|Priority||N/A|$script" >>queue
   else
-    for index in $(seq 0 "${last#0-}"); do echo "$number|$index|PENDING|Priority||$script" >>queue; done
+    for index in $(seq 0 "${last#0-}"); do echo "$number|$index|PENDING|Priority||N/A|$script" >>queue; done
   fi
   [ "$(basename "$script")" != "$(cat deadly 2>/dev/null)" ] || kill -9 "$PPID"
   echo $number
@@ -61,7 +61,7 @@ scancel)
   fi
   for job in "$@"; do
     case $job in -*) continue ;; esac
-    [[ " $* " == *" --state=RUNNING "* ]] || sed -i "s/^$job|\([^|]*\)|PENDING|.*/$job|\1|CANCELLED|None||/" queue
+    [[ " $* " == *" --state=RUNNING "* ]] || sed -i "s/^$job|\([^|]*\)|PENDING|.*/$job|\1|CANCELLED|None||N\/A|/" queue
   done
   ;;
 srun)

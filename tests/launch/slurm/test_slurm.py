@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -308,7 +309,7 @@ def test_a_job_that_a_killed_launcher_could_not_record_is_found(
     assert done.returncode == -9
     number, experiment_dir = len(waiting(slurm)), tmp_path / "small"
     assert number == (2 if script == "pairs.sh" else 3)
-    assert seen(experiment_dir).message == "job 101_0 waits: Priority"
+    assert seen(experiment_dir).message == "job 101_0 is queued: Priority"
     with snapshot.refused(LaunchError):
         submit(planned(), tmp_path, resume=True)
     (slurm / "deadly").unlink()
@@ -326,7 +327,7 @@ def test_what_cannot_be_withdrawn_is_said_and_can_be_cancelled(
     with snapshot.refused(LaunchError):
         submit(planned(), tmp_path)
     (slurm / "deaf").unlink()
-    assert len(waiting(slurm)) == 2 and seen(tmp_path / "small").message == "job 101_0 waits: Priority"
+    assert len(waiting(slurm)) == 2 and seen(tmp_path / "small").message == "job 101_0 is queued: Priority"
     assert cancel_experiment(tmp_path / "small").startswith("cancelled: 1 job (101)") and waiting(slurm) == []
 
 
@@ -403,11 +404,11 @@ def test_resume_submits_what_is_left_once_the_queue_is_empty(
 @pytest.mark.parametrize(
     ("line", "status"),
     [
-        ("101|0|PENDING|Resources||", "waiting"),
-        ("101|0|RUNNING|None|n[1-2]|", "waiting"),
-        ("101|0|CANCELLED|None||", "interrupted"),
-        ("101|0|FAILED|NonZeroExitCode|n1|", "failed"),
-        ("999|0|RUNNING|None|n1|", "failed"),
+        ("101|0|PENDING|Resources||N/A|", "waiting"),
+        ("101|0|RUNNING|None|n[1-2]|N/A|", "waiting"),
+        ("101|0|CANCELLED|None||N/A|", "interrupted"),
+        ("101|0|FAILED|NonZeroExitCode|n1|N/A|", "failed"),
+        ("999|0|RUNNING|None|n1|N/A|", "failed"),
     ],
 )
 def test_the_state_of_a_run_that_has_not_begun_is_its_jobs(
@@ -420,9 +421,16 @@ def test_the_state_of_a_run_that_has_not_begun_is_its_jobs(
     snapshot(state.message)
 
 
+def test_a_queued_job_says_for_how_long(slurm: Path, tmp_path: Path) -> None:
+    experiment_dir = submit(planned(), tmp_path)
+    queued = datetime.now() - timedelta(minutes=12, seconds=30)
+    (slurm / "queue").write_text(f"101|0|PENDING|Resources||{queued:%Y-%m-%dT%H:%M:%S}|\n")
+    assert seen(experiment_dir).message == "job 101_0 is queued for 12 min: Resources"
+
+
 def test_a_run_whose_folder_is_removed_while_its_job_runs_has_failed(slurm: Path, tmp_path: Path) -> None:
     experiment_dir = submit(planned(), tmp_path)
-    (slurm / "queue").write_text("101|0|RUNNING|None|n1|\n")
+    (slurm / "queue").write_text("101|0|RUNNING|None|n1|N/A|\n")
     shutil.rmtree(experiment_dir / "baseline" / "seed-0")
     removed = f"{experiment_dir / 'baseline' / 'seed-0'}: was removed while job 101_0 runs; "
     state = seen(experiment_dir)
@@ -435,14 +443,14 @@ def test_a_run_at_work_whose_job_has_ended_is_dead(slurm: Path, tmp_path: Path) 
     here = RunDir(experiment_dir / "baseline" / "seed-0")
     begin_launch(here, (), None)
     begin_attempt(here)
-    (slurm / "queue").write_text("101|0|RUNNING|None|n1|\n")
+    (slurm / "queue").write_text("101|0|RUNNING|None|n1|N/A|\n")
     assert seen(experiment_dir).status == "running"
-    (slurm / "queue").write_text("101|0|NODE_FAIL|None|n1|\n")
+    (slurm / "queue").write_text("101|0|NODE_FAIL|None|n1|N/A|\n")
     assert (seen(experiment_dir).status, seen(experiment_dir).message) == (
         "failed",
         "job 101_0 ended: NODE_FAIL",
     )
-    (slurm / "queue").write_text("101|0|PENDING|BeginTime||\n")
+    (slurm / "queue").write_text("101|0|PENDING|BeginTime||N/A|\n")
     assert seen(experiment_dir).status == "waiting"
 
 
@@ -508,7 +516,7 @@ def test_whoever_watches_releases_what_slurm_keeps_back_but_not_at_once(
 ) -> None:
     jobs = find_cluster_jobs(submit(planned(), tmp_path))
     assert jobs is not None
-    (slurm / "queue").write_text("101|0|PENDING|BeginTime||\n101|1|PENDING|Resources||\n")
+    (slurm / "queue").write_text("101|0|PENDING|BeginTime||N/A|\n101|1|PENDING|Resources||N/A|\n")
     monkeypatch.setattr(launcher.SlurmCluster, "query_interval_s", 0)
 
     def updates() -> list[str]:
@@ -644,7 +652,9 @@ def test_a_detached_launch_and_what_can_be_asked_of_it(slurm: Path, tmp_path: Pa
     assert code == 0 and said.startswith("queued: 101, 102; ") and "abrun watch" in said
     code, said, _ = run("status", "small")
     assert (
-        code == 0 and "4 waiting" in said and "baseline/seed-0 and 1 more: job 101_0 waits: Priority" in said
+        code == 0
+        and "4 waiting" in said
+        and "baseline/seed-0 and 1 more: job 101_0 is queued: Priority" in said
     )
     log = tmp_path / "runs" / "small" / "baseline" / "seed-0" / "stdout.log"
     log.write_text("one\ntwo\x1b[2J\nthree")
