@@ -399,7 +399,8 @@ def test_rest_of_a_name_keeps_its_separators(tmp_path: Path) -> None:
 # --- the list ---
 
 
-def test_the_list_says_who_is_who_and_judges_nothing(tmp_path: Path) -> None:
+def test_the_list_says_who_is_who_and_judges_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
     for arm in ("old", "new"):
         for seed in (1, 2):
             write(tmp_path / arm / f"seed{seed}.jsonl", seed)
