@@ -540,9 +540,9 @@ def _is_decimal(words: Sequence[str], place: int) -> bool:
     Separators lie between words.
     """
     joined = "".join(words[place - 2 : place]) if place > 1 else ""
-    before = re.search(r"\d(\.|e-)$", joined, re.IGNORECASE)
-    after = place + 2 < len(words) and words[place + 1] == "." and words[place + 2][:1].isdigit()
-    return words[place].isdigit() and bool(before or after)
+    is_after_digits = re.search(r"\d(\.|e-)$", joined, re.IGNORECASE)
+    is_before_digits = place + 2 < len(words) and words[place + 1] == "." and words[place + 2][:1].isdigit()
+    return words[place].isdigit() and bool(is_after_digits or is_before_digits)
 
 
 def _kinds(logs: Sequence[Log]) -> list[list[str]]:
@@ -556,8 +556,8 @@ def _kinds(logs: Sequence[Log]) -> list[list[str]]:
 def _cut_word(words: Sequence[str], place: int) -> str:
     """Return a name, of words and separators, without one word and the word `seed` before it."""
     start = place - 2 if place and words[place - 2].lower() == "seed" else place
-    before, after = words[: max(0, start)], words[place + 1 :]  # one of the separators between them remains
-    words = [*before, *after[1:]] if not before or before[-1] == "/" else [*before[:-1], *after]
+    head, tail = words[: max(0, start)], words[place + 1 :]  # one of the separators between them remains
+    words = [*head, *tail[1:]] if not head or head[-1] == "/" else [*head[:-1], *tail]
     while len(words) > 2 and _is_uninformative(words[-1]):
         words = words[:-2]
     return "".join(words).strip("/_-. =@,") or "run"

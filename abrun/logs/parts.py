@@ -83,10 +83,10 @@ def _join_processes(logs: Sequence[Log]) -> list[Log]:
     groups: dict[tuple[str, ...], dict[int, tuple[Log, re.Match[str]]]] = {}
     joined: dict[int, Log] = dict(enumerate(logs))
     for index, log in enumerate(logs):
-        found = [] if log.identity else [*PROCESS_NUMBER.finditer(log.name)]
-        if found:  # the last number of `node1/rank_0` first
-            key = (_without(log.name, found[-1]), log.group or "", log.axis)
-            groups.setdefault(key, {})[index] = (log, found[-1])
+        matches = [] if log.identity else [*PROCESS_NUMBER.finditer(log.name)]
+        if matches:  # the last number of `node1/rank_0` first
+            key = (_without(log.name, matches[-1]), log.group or "", log.axis)
+            groups.setdefault(key, {})[index] = (log, matches[-1])
     for (name, *_), group in groups.items():
         numbered = sorted(
             (int(match[match.lastgroup or 0]), match[0], index) for index, (_, match) in group.items()

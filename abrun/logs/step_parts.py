@@ -106,13 +106,15 @@ def _number_cells(cells: Sequence[Cell]) -> NDArray[np.int64]:
     return np.array([numbers.setdefault(cell, len(numbers)) for cell in cells], np.int64)
 
 
-def _tell_apart(rows_of_metrics: Sequence[Rows], steps: Array, parts: NDArray[np.int64]) -> bool:
-    """Return True if some metric's rows of one step have different parts."""
-    if not parts.any():
+def _tell_apart(rows_of_metrics: Sequence[Rows], steps: Array, numbers: NDArray[np.int64]) -> bool:
+    """Return True if some metric's rows of one step have different numbers."""
+    if not numbers.any():
         return False
     for rows in rows_of_metrics:
         used = rows[~np.isnan(steps[rows])]
-        if len({*zip(steps[used].tolist(), parts[used].tolist(), strict=True)}) > len(np.unique(steps[used])):
+        if len({*zip(steps[used].tolist(), numbers[used].tolist(), strict=True)}) > len(
+            np.unique(steps[used])
+        ):
             return True
     return False
 

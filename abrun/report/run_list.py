@@ -51,8 +51,10 @@ def _describe(run: RunRecording) -> tuple[str, str]:
     lengths = [
         (int(series.steps[0]), int(series.steps[-1])) for series in run.metrics.values() if len(series)
     ]
-    first, last = (min(lengths)[0], max(last for _, last in lengths)) if lengths else (0, 0)
-    steps = f"{first}-{last}" if run.axis == "steps" and lengths else run.axis if lengths else "none"
+    first_step, last_step = (min(lengths)[0], max(end for _, end in lengths)) if lengths else (0, 0)
+    steps = (
+        f"{first_step}-{last_step}" if run.axis == "steps" and lengths else run.axis if lengths else "none"
+    )
     return steps, str(len(run.metrics))
 
 

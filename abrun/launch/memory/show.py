@@ -31,9 +31,7 @@ def make_tables(profile: MemoryProfile) -> list[Table]:
 
 def _make_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     numeric_headings = [heading for heading in headings if heading not in TEXT_COLUMNS]
-    by_size = range(1, len(rows)) if headings[0] == "tokens" else ()
-    sections = [index for index in by_size if rows[index][0] != rows[index - 1][0]]
-    return Table(columns(*headings, numeric=numeric_headings, no_wrap=TEXT_COLUMNS), rows, title, sections)
+    return Table(columns(*headings, numeric=numeric_headings, no_wrap=TEXT_COLUMNS), rows, title)
 
 
 def _make_peak_table(profile: MemoryProfile) -> Table:
