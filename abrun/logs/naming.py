@@ -317,6 +317,11 @@ def _name_by_pattern(
     return _check_distinct(logs, names, run_filter)
 
 
+def matches(pattern: str, name: str) -> bool:
+    """Return True if a pattern matches a name, or the leading folders of it."""
+    return _match(pattern, name) is not None
+
+
 def _match_with_rerun(pattern: str, log: Log) -> NameMatch | None:
     """Return the run that a default pattern, which may end in -aa{rerun}, finds in a log's name."""
     return _match(pattern, without_times(strip_suffix(log.name)), allows_reruns=True)

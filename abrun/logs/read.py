@@ -5,7 +5,7 @@ A source is a file, a folder that may hold many runs, or a project on a wandb se
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,8 @@ from abrun.errors import StoreError
 from abrun.logs.foreign.files import Folder, link_notes, path_kind, walk, wrap_exhaustion
 from abrun.logs.log import Log, sanitize_log, unreadable_log
 from abrun.logs.mlflow_files import META
-from abrun.logs.naming import strip_suffix
-from abrun.logs.parts import merge_run_parts, merge_subfolders
+from abrun.logs.naming import matches, strip_suffix
+from abrun.logs.parts import merge_parts, merge_run_parts, merge_subfolders
 from abrun.logs.readers import (
     TRAINER_STATE,
     Format,
@@ -75,11 +75,20 @@ def prefixes() -> dict[str, str]:
     return {"tb": "tensorboard"} | {name: name for name in (*FORMATS, *stores())}
 
 
-def read_logs(source: str, *, group: str | None = None, step_column: str | None = None) -> list[Log]:
+def read_logs(
+    source: str,
+    *,
+    group: str | None = None,
+    step_column: str | None = None,
+    pattern: str | None = None,
+    is_excluded: Callable[[Log], bool] = lambda log: False,
+) -> list[Log]:
     """Return every run of a source, sorted by name.
 
     A source is `PATH`, `FORMAT:PATH` with one of `prefixes()`, or `wandb:ENTITY/PROJECT[/RUN]` on a server.
-    `group` selects one wandb group. Raises StoreError if nothing can be read.
+    `group` selects one wandb group. Logs that are parts of one run are joined, but not those that
+    `is_excluded` names, nor any if only the names of the parts match `pattern`. Raises StoreError if nothing
+    can be read.
     """
     prefix, colon, rest = source.partition(":")
     format = prefixes().get(prefix) if colon else None
@@ -88,20 +97,33 @@ def read_logs(source: str, *, group: str | None = None, step_column: str | None 
         if format == "wandb" and not path_kind(path) and re.fullmatch(WANDB_PROJECT, rest.strip("/")):
             from abrun.logs.wandb_api import read_project
 
-            logs = read_project(rest, group, step_column)
+            logs, ignored = read_project(rest, group, step_column), list[str]()
+            excluded = [log for log in logs if is_excluded(log)]
+            logs = _join_parts([log for log in logs if not is_excluded(log)], pattern)
         else:
             by_format, notes, links = _find_runs(path, format, source)
             runs, ignored = _read_fullest_format(by_format, notes, source, step_column)
             runs += _linked_runs(path, links, runs)
             event_runs = {run.path: log for run, log in runs if run.format.name == "tensorboard"}
             others = [log for run, log in runs if run.format.name != "tensorboard"]
-            logs = merge_run_parts([*merge_subfolders(event_runs), *others])
+            logs = [*merge_subfolders(event_runs), *others]
+            excluded = [log for log in logs if is_excluded(log)]
+            logs = _join_parts([log for log in logs if not is_excluded(log)], pattern)
             logs = complete_tracker_logs(logs) if runs and runs[0][0].format.is_installed else logs
             logs = add_settings(logs, path)
-            logs = [replace(log, guesses=(*log.guesses, *ignored)) for log in logs]
+        logs = [*(replace(log, guesses=(*log.guesses, *ignored)) for log in logs), *excluded]
         if group is not None:
             logs = _select_group(logs, group, source)
         return sorted((sanitize_log(log) for log in logs), key=lambda log: _natural_key(log.name))
+
+
+def _join_parts(logs: Sequence[Log], pattern: str | None) -> list[Log]:
+    """Return runs whose parts are joined, unless a pattern matches the names of parts alone."""
+    joined = merge_run_parts(logs)
+    names_parts = pattern and not all(matches(pattern, log.name) for log in joined)
+    if pattern and names_parts and all(matches(pattern, log.name) for log in logs):
+        return merge_parts(logs)
+    return joined
 
 
 def read_log(path: Path, format: str, step_column: str | None = None) -> Log:

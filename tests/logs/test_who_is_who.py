@@ -214,6 +214,18 @@ def test_processes_that_log_other_metrics_are_one_run(tmp_path: Path) -> None:
     assert names(opened(tmp_path)) == {"async": [1, 2], "sync": [1, 2]}
 
 
+def test_options_name_the_parts_of_a_run(tmp_path: Path) -> None:
+    for arm in ("main", "pr"):
+        for seed in (1, 2):
+            write(tmp_path / f"{arm}-s{seed}-orchestrator.jsonl", seed, metrics=("reward",))
+            write(tmp_path / f"{arm}-s{seed}-trainer.jsonl", seed, metrics=("kl", "entropy"))
+    assert names(opened(tmp_path)) == {"main": [1, 2], "pr": [1, 2]}
+    for reading in ({"pattern": "{arm}-s{seed}-*or"}, {}):
+        experiment = opened(tmp_path, exclude=("*-trainer.jsonl",), **reading)
+        assert {len(run.metrics) for run in experiment.runs.values()} == {1}
+        assert all(sorted(seeds) == [1, 2] for seeds in names(experiment).values())
+
+
 def test_arms_named_by_a_component_share_their_metrics_and_stay_apart(tmp_path: Path) -> None:
     for arm in ("fp8-trainer", "fp8-rollout"):
         for seed in (1, 2):

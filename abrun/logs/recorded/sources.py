@@ -13,7 +13,7 @@ import numpy as np
 from abrun.errors import ComparisonError, StoreError
 from abrun.logs import Log, read_logs
 from abrun.logs.aliases import RenamedRuns, parse_aliases, recognise_metrics, rename_all
-from abrun.logs.naming import guess_baseline
+from abrun.logs.naming import guess_baseline, pattern_fields
 from abrun.logs.recorded.experiment import RecordedExperiment, RecordedRun, refuse_mixed_axes, resolve_claims
 from abrun.logs.recorded.identify import Sources, arm_from_source, identify_runs, parse_source
 from abrun.logs.recorded.selection import ReadingOptions, restarted_counter_reasons
@@ -126,8 +126,11 @@ def read_foreign(sources: Sequence[str], reading: ReadingOptions) -> Sources:
     """Read the logs of all sources. Raises ComparisonError or StoreError."""
     aliases = parse_aliases(reading.aliases)
     named_sources = [(arm, _locate(source, reading.runs_dir)) for arm, source in map(parse_source, sources)]
+    if reading.pattern is not None:
+        pattern_fields(reading.pattern)
+    options = {"group": reading.group, "step_column": reading.step_column, "pattern": reading.pattern}
     logs_by_source = [
-        read_logs(source, group=reading.group, step_column=reading.step_column) for _, source in named_sources
+        read_logs(source, **options, is_excluded=reading.selection.excludes) for _, source in named_sources
     ]
     _refuse_duplicate_runs(sources, logs_by_source)
     return Sources(
