@@ -132,7 +132,8 @@ def after_mismatch_of_others(facts: Facts) -> Iterator[NextStep]:
     if facts.failed_checks and not (facts.failed_guards or facts.failed_claims):
         text = "If the arms saw different prompts, step one is meaningless: leave it out"
         yield NextStep(text, f"{COMPARE} --no-step-one")
-    yield on_fresh_seeds("Confirm it on fresh seeds", facts.experiment)
+    if not is_confirmation(facts.experiment):
+        yield on_fresh_seeds("Confirm it on fresh seeds", facts.experiment)
 
 
 def while_open(facts: Facts) -> Iterator[NextStep]:
@@ -349,8 +350,15 @@ def repair(facts: Facts) -> NextStep:
 
 
 def is_confirmation(experiment: RecordedExperiment) -> bool:
-    """Return True for an experiment that an earlier one's next step launched on fresh seeds."""
-    return bool(experiment.directory) and experiment.name.endswith(FRESH)
+    """Return True for fresh seeds of an earlier comparison: an experiment of their own, or the highest."""
+    if experiment.directory:
+        return experiment.name.endswith(FRESH)
+    unselected = _unselected_seeds(experiment)
+    return bool(unselected) and max(unselected) < min(name.seed for name in experiment.runs)
+
+
+def _unselected_seeds(experiment: RecordedExperiment) -> list[int]:
+    return [int(seed) for run in experiment.unselected for seed in re.findall(r"/seed-(\d+)", run)]
 
 
 def on_fresh_seeds(text: str, experiment: RecordedExperiment, num_pairs: int | None = None) -> NextStep:
@@ -358,9 +366,8 @@ def on_fresh_seeds(text: str, experiment: RecordedExperiment, num_pairs: int | N
 
     The text says how to get the runs, if the command does not.
     """
-    unselected = [int(seed) for run in experiment.unselected for seed in re.findall(r"/seed-(\d+)", run)]
     seeds = [name.seed for runs in (experiment.runs, experiment.controls) for name in runs]
-    first_seed = 1 + max([*seeds, *unselected], default=-1)
+    first_seed = 1 + max([*seeds, *_unselected_seeds(experiment)], default=-1)
     count = num_pairs or max([1, *(len(experiment.arm(arm)) for arm in experiment.treatments)])
     seeds = f"{first_seed}-{first_seed + count - 1}"
     if experiment.regression:

@@ -38,6 +38,7 @@ def facts(verdict, known) -> Any:
         "versions_follow_arms": False,
         "compare": SimpleNamespace(step_one=True),
         "runs": {},
+        "unselected": (),
     }
     values = dict.fromkeys(name for name in dir(Facts) if not name.startswith("_"))
     values |= {"launched": True, "failed_guards": [], "unfinished_runs": [], "reference_seeds": ({1}, {1})}
@@ -215,3 +216,16 @@ def test_a_situation_gets_its_steps_in_this_order(case, functions) -> None:
     texts = [step.text for step in suggest_steps(facts(case.partition(",")[0], known))]
     assert len(texts) == len(openings)
     assert [text for text, opening in zip(texts, openings, strict=True) if not text.startswith(opening)] == []
+
+
+def test_fresh_seeds_that_were_compared_alone_confirm() -> None:
+    def compared(seeds: str) -> Any:
+        names = [SimpleNamespace(seed=int(seed)) for seed in seeds]
+        unselected = tuple(f"old/seed-{seed}" for seed in "1234" if seed not in seeds)
+        return SimpleNamespace(directory=None, name="x", runs=names, unselected=unselected)
+
+    assert [next_step.is_confirmation(compared(seeds)) for seeds in ("34", "12", "1234")] == [
+        True,
+        False,
+        False,
+    ]
