@@ -308,7 +308,8 @@ def test_a_script_that_does_not_exist_is_one_line_before_anything_starts(
     assert code == 2 and f"got '{got}', which does not exist here" in " ".join(output.split())
     code, output, errors = launch(f"'{{python}}', -u, '{word}'")
     assert (code, output, errors.count("\n")) == (2, "", 1) and list(tmp_path.iterdir()) == [path]
-    assert f"write {{recipe_dir}}/{Path(word).name} for a script beside the recipe" in errors
+    hint = f"write {{recipe_dir}}/{Path(word).name} for a script beside the recipe"
+    assert (hint in errors) is ("{" not in word)
     # Arguments of a module, and scripts of a program that may change the folder
     for argv in (f"'{{python}}', -m, x, '{word}'", f"env, python, '{word}'"):
         assert launch(argv, "--dry-run")[0] == 0

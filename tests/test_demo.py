@@ -158,7 +158,11 @@ def test_bundled_runs_are_small_and_of_the_built_in_recipes(tmp_path: Path) -> N
     unpack_runs(tmp_path)
     for name in EXPERIMENTS:
         stored = json.loads((tmp_path / name / "experiment.json").read_text())["recipe"]
-        assert parse_stored_recipe(stored) == load_recipe(find_recipe(Path(name)))
+        recipes = (parse_stored_recipe(stored), load_recipe(find_recipe(Path(name))))
+        recorded, now = (recipe.model_dump() for recipe in recipes)
+        for claim in (*recorded["compare"]["claims"], *now["compare"]["claims"]):
+            claim |= {"sigma": None, "correlation": None}  # later recordings may be noisier
+        assert recorded == now
 
 
 @pytest.mark.parametrize("packages", [True, False], ids=["with torch", "without torch"])

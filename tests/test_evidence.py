@@ -105,7 +105,7 @@ def test_the_readme_counts_the_experiments() -> None:
     counts = [sum(verdict in kind for kind in kinds) for verdict in ("INCONCLUSIVE", "MISMATCH")]
     text = " ".join((ROOT / "README.md").read_text().split())
     assert f"[{len(kinds)} experiments](docs/evidence.md)" in text
-    assert "four found a MISMATCH, six left an arm undecided." in text
+    assert "four found a MISMATCH, six left an arm undecided" in text
     assert counts == [6, 4]
 
 
