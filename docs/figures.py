@@ -77,8 +77,11 @@ def _caption(verdict: DemoVerdict) -> str:
     for check in select_evidence(content.evidence, "step one"):
         if check.result == "fail":
             levels = f"{check['treatment']:.3g} instead of {check['baseline']:.3g}"
-            return f"{text}a bug: at step 1, {check['metric']} is {levels}\non the same completions"
-    return f"{text}seed noise: both arms are equal; {claim.power.pairs_needed} seeds\nwould show it"
+            step_one = f"at step 1 of seed {check['seed']}, {check['metric']} is"
+            return f"{text}a bug: {step_one}\n{levels} on the same completions"
+    return (
+        f"{text}seed noise: both arms are equal; {claim.power.pairs_needed} seeds\nwould show it (80 % power)"
+    )
 
 
 # --- the four verdicts ---
