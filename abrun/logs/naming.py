@@ -366,12 +366,8 @@ def name_by_settings(
     for option, key in (("--arms-by", arms_by), ("--seeds-by", seeds_by)):
         unnamed_logs = [log.name for log in logs if key and find_setting(log, key) is None]
         if unnamed_logs:
-            keys = [*dict.fromkeys(key for log in logs for key in log.config or {})]
-            differing = [key for key in keys if len({repr((log.config or {}).get(key)) for log in logs}) > 1]
-            run_names = list_names(unnamed_logs, 3)
-            return f"{option}: got '{printable(key or '')}', which is no setting of {run_names}; " + (
-                f"settings that differ: {list_names(differing, 8)}" if differing else "no settings differ"
-            )
+            problem = f"got '{printable(key or '')}', which is no setting of {list_names(unnamed_logs, 3)}"
+            return f"{option}: {problem}; settings that differ: {varying_settings_text(logs) or 'none'}"
     if arms_by:
         arms = [f"{arms_by.rpartition('.')[2]}={find_setting(log, arms_by)}" for log in logs]
     arms = arms or _arm_groups(logs)
@@ -391,6 +387,13 @@ def name_by_settings(
     if by_seeds and len(set(by_seeds)) == len(by_seeds):
         return Naming(names=by_seeds)
     return guess_runs(logs, arms) or Naming(names=_number_runs(arms), paired=False, seeds_known=False)
+
+
+def varying_settings_text(logs: Sequence[Log]) -> str:
+    """Return the settings that are not the same in all logs, for a message; empty if there are none."""
+    keys = dict.fromkeys(key for log in logs for key in log.config or {})
+    varying = [key for key in keys if len({repr((log.config or {}).get(key)) for log in logs}) > 1]
+    return list_names(varying, 8) if varying else ""
 
 
 def find_setting(log: Log, key: str) -> Any:

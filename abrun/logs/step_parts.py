@@ -24,6 +24,9 @@ MIN_FILLED = 3 / 4  # share of the steps and values of a column that have a row
 PROCESS = r"((global|local|world|node|data|dp|tp|pp|cp|ep|mpi|torch|env)[-_]?)*"
 PROCESS += r"(rank|worker|proc|process|pid|device|gpu|node|host|hostname|replica|shard|actor)"
 _PROCESS_COLUMN = re.compile(rf"(.*[/.])?{PROCESS}([-_]?(id|idx|index|num|number|name))?", re.IGNORECASE)
+_START_COLUMN = re.compile(
+    r"(.*[/._])?(attempt|restart|retry|start)s?([-_]?(id|idx|index|num|count))?", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +71,8 @@ def separate_rows(
     """Return the table with split words as prefixes, the column of processes if one counts, and notes.
 
     `step_names`: the columns that are no metrics. `steps` [R]: NaN for a row without one. A text column such
-    as `split` counts only if rows of different words alternate. Raises StoreError for a column of any other
-    meaning of which each step has all values once.
+    as `split` counts only if rows of different words alternate. Of the starts of a run the last counts.
+    Raises StoreError for a column of any other meaning of which each step has all values once.
     """
     names = [name for name in table.columns if name not in step_names]
     repeated = [name for name in names if _is_repeated(steps[table.columns[name].rows])]
@@ -86,6 +89,8 @@ def separate_rows(
         words = _split_words(table, name)
         if words and _tell_apart(metrics, steps, _number_cells(table.cells(name))):
             return _prefix_metrics(table, name, words, step_names)
+    if any(map(_START_COLUMN.fullmatch, full)):
+        return table, None, []
     for name in full:
         if {*repeated} - {name} and _is_grid(table.columns[name], steps):
             raise StoreError(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from abrun.logs.recorded.experiment import RecordedExperiment, no_shared_step_reason
 from abrun.messages import sentence
+from abrun.messages.codes import Code
 from abrun.messages.numbers import AT_OBSERVED, direction_text, sample_unit
 from abrun.recipe.extras import missing_package
 from abrun.report.commands import (
@@ -353,8 +354,8 @@ def is_confirmation(experiment: RecordedExperiment) -> bool:
     """Return True for fresh seeds of an earlier comparison: an experiment of their own, or the highest."""
     if experiment.directory:
         return experiment.name.endswith(FRESH)
-    unselected = _unselected_seeds(experiment)
-    return bool(unselected) and max(unselected) < min(name.seed for name in experiment.runs)
+    earlier = [reason["seeds"] for reason in experiment.left_out if reason.code == Code.SEEDS_LEFT_OUT]
+    return any(max(seeds) < min(name.seed for name in experiment.runs) for seeds in earlier)
 
 
 def _unselected_seeds(experiment: RecordedExperiment) -> list[int]:

@@ -6,17 +6,15 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from abrun.errors import ComparisonError
-from abrun.logs import Log
 from abrun.logs.log import RunRecording
-from abrun.logs.naming import find_seed
+from abrun.logs.naming import Seed, find_seed, varying_settings_text
+from abrun.logs.recorded.experiment import RecordedExperiment
 from abrun.logs.recorded.identify import Sources
 from abrun.logs.recorded.selection import ReadingOptions
 from abrun.logs.recorded.sources import read_sources
 from abrun.messages import sentences
 from abrun.report.present.tables import Column, Table
 from abrun.runs.redaction import display_safe
-
-MAX_SETTINGS = 8
 
 
 def list_runs(sources: Sequence[str], reading: ReadingOptions) -> tuple[RenderableType, str]:
@@ -26,24 +24,37 @@ def list_runs(sources: Sequence[str], reading: ReadingOptions) -> tuple[Renderab
     """
     contents = read_sources(sources, reading)
     logs = contents.recorded.logs if isinstance(contents.recorded, Sources) else []
-    by_place = {log.place: log for log in logs}
+    varying = [("settings that differ", text)] if (text := varying_settings_text(logs)) else []
     try:
         experiment = contents.experiment(may_unpair=True, may_be_one_arm=True)
     except ComparisonError as error:
         rows = [("?", "?", *_describe(log), log.place) for log in logs]
-        return Group(_make_table(rows), *_differing_settings(logs)), str(error)
+        return Group(_make_table(rows), *_label(varying)), str(error)
+    seeds: dict[tuple[str, int], Seed] = {}  # a file may hold several runs
+    for log in logs:
+        if seed := find_seed(log):
+            seeds.setdefault((log.place, seed.number), seed)
     rows = []
     for name, run in experiment.runs.items():
-        log = by_place.get(run.place)
-        seed = find_seed(log) if log else None
-        origin = seed.source if seed and seed.kind == "setting" else "its name" if seed else "none stated"
-        origin = "its own files" if log is None else origin if experiment.seeds_known else "numbered"
+        origin = _describe_origin(seeds.get((run.place, name.seed)), experiment, reading.seeds_by)
         rows.append((name.arm, f"{name.seed} ({origin})", *_describe(run), run.place))
     lines = [("guessed", text) for text in sentences(experiment.guessed)]
     lines += [("left out", text) for text in sentences(experiment.left_out)]
     lines += [("not compared", name) for name in experiment.unselected]
-    notes = [Text.assemble((f"{label}  ", "bold"), display_safe(text)) for label, text in lines]
-    return Group(_make_table(rows), *notes, *_differing_settings(logs)), ""
+    return Group(_make_table(rows), *_label([*lines, *varying])), ""
+
+
+def _describe_origin(seed: Seed | None, experiment: RecordedExperiment, seeds_by: str | None) -> str:
+    """Return what states a run's seed; `seed`: what its log says, if that is the seed it has."""
+    if experiment.directory:
+        return "its own files"
+    if not experiment.seeds_known:
+        return "numbered"
+    if seeds_by:
+        return f"{seeds_by} in the settings"
+    if seed is None:
+        return "none stated" if len(experiment.runs) == len(experiment.arms) else "guessed"
+    return seed.source if seed.kind == "setting" else "its own files" if seed.kind == "files" else "its name"
 
 
 def _describe(run: RunRecording) -> tuple[str, str]:
@@ -63,10 +74,5 @@ def _make_table(rows: Sequence[tuple[str, ...]]) -> Table:
     return Table(columns, [tuple(map(display_safe, row)) for row in rows], optional=("metrics", "steps"))
 
 
-def _differing_settings(logs: Sequence[Log]) -> list[Text]:
-    """Return a line on the settings that differ between the logs, for --arms-by and --seeds-by."""
-    keys = dict.fromkeys(key for log in logs for key in log.config or {})
-    differing = [key for key in keys if len({repr((log.config or {}).get(key)) for log in logs}) > 1]
-    more = f" and {len(differing) - MAX_SETTINGS} more" if len(differing) > MAX_SETTINGS else ""
-    text = display_safe(", ".join(differing[:MAX_SETTINGS]) + more)
-    return [Text.assemble(("settings that differ  ", "bold"), text)] if differing else []
+def _label(lines: Sequence[tuple[str, str]]) -> list[Text]:
+    return [Text.assemble((f"{label}  ", "bold"), display_safe(text)) for label, text in lines]

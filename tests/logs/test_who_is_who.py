@@ -317,6 +317,24 @@ def test_rows_that_differ_in_another_column_are_refused_by_its_name(
         opened(tmp_path / "sync", tmp_path / "async")
 
 
+def test_of_the_starts_of_a_run_the_last_counts(tmp_path: Path) -> None:
+    rows = [{"step": step, "attempt": start, "loss": start + 0.5} for start in (0, 1) for step in (1, 2, 3)]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (log,) = read_logs(str(tmp_path))
+    assert log.metrics["loss"].values.tolist() == [1.5] * 3
+
+
+def test_the_list_says_what_states_a_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    for number in range(4):
+        folder = tmp_path / "abcd"[number]
+        write(folder / "log.jsonl")
+        (folder / "config.json").write_text(json.dumps({"lr": [0.1, 0.2][number % 2], "rng": number // 2}))
+    options = ["--arms-by", "lr", "--seeds-by", "rng"]
+    result = CliRunner().invoke(app, ["compare", str(tmp_path), "--list", *options])
+    assert result.stdout.count("(rng in the settings)") == 4
+
+
 def test_rows_that_were_written_again_are_no_parts(tmp_path: Path) -> None:
     rows = [
         {"step": step, "epoch": step // 5, "tokens": 100 * step, "loss": 1 / step}

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from abrun.messages.codes import Code
 from abrun.report import next_step
 from abrun.report.facts import Facts
 from abrun.report.next_step import FIX, NextStep, suggest_steps
@@ -38,7 +39,7 @@ def facts(verdict, known) -> Any:
         "versions_follow_arms": False,
         "compare": SimpleNamespace(step_one=True),
         "runs": {},
-        "unselected": (),
+        "left_out": (),
     }
     values = dict.fromkeys(name for name in dir(Facts) if not name.startswith("_"))
     values |= {"launched": True, "failed_guards": [], "unfinished_runs": [], "reference_seeds": ({1}, {1})}
@@ -219,13 +220,10 @@ def test_a_situation_gets_its_steps_in_this_order(case, functions) -> None:
 
 
 def test_fresh_seeds_that_were_compared_alone_confirm() -> None:
-    def compared(seeds: str) -> Any:
-        names = [SimpleNamespace(seed=int(seed)) for seed in seeds]
-        unselected = tuple(f"old/seed-{seed}" for seed in "1234" if seed not in seeds)
-        return SimpleNamespace(directory=None, name="x", runs=names, unselected=unselected)
+    def compared(seeds: str, *left_out: int) -> Any:
+        reasons = [Code.SEEDS_LEFT_OUT(seeds=list(left_out), broken=[])] * bool(left_out)
+        runs = [SimpleNamespace(seed=int(seed)) for seed in seeds]
+        return SimpleNamespace(directory=None, name="x", runs=runs, left_out=reasons)
 
-    assert [next_step.is_confirmation(compared(seeds)) for seeds in ("34", "12", "1234")] == [
-        True,
-        False,
-        False,
-    ]
+    experiments = (compared("34", 1, 2), compared("12", 3, 4), compared("1234"))
+    assert [next_step.is_confirmation(experiment) for experiment in experiments] == [True, False, False]
