@@ -4,7 +4,6 @@ R runs, S steps that all of them have.
 """
 
 from collections.abc import Callable, Mapping
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -28,17 +27,14 @@ def find_copies(values: Array) -> NDArray[np.bool_]:
     """Return which two curves of [R, S] are one run plus noise [R, R]: changes of every order agree.
 
     Seeds that see the same batches agree as well, in all runs. So the changes must also agree after the mean
-    change of all runs is removed, unless almost nothing but that mean is left. The later half of the steps
-    must agree by itself: what all seeds share of a loss's steep fall hides their noise.
+    change of all runs is removed, unless almost nothing but that mean is left.
     """
     num_runs, detailed = len(values), has_detail(values)
     if not detailed.any():
         return np.zeros((num_runs, num_runs), bool)
     correlations, residual_correlations = np.ones((num_runs, num_runs)), np.ones((num_runs, num_runs))
-    num_steps = values.shape[-1]
-    first_steps = (0, num_steps // 2) if num_steps >= 2 * MIN_STEPS else (0,)
-    for order, first_step in product(_DIFFERENCE_ORDERS, first_steps):
-        changes = _clipped_changes(values[detailed][:, first_step:], order)
+    for order in _DIFFERENCE_ORDERS:
+        changes = _clipped_changes(values[detailed], order)
         changes -= changes.mean(axis=-1, keepdims=True)
         shared = changes.mean(axis=0)
         squares = float(shared @ shared)

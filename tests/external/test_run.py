@@ -325,6 +325,7 @@ def test_our_own_trainer_against_a_foreign_one(tmp_path: Path, monkeypatch: pyte
     plan = make_plan(load_recipe(recipe))
     diff = plan.treatment_diff["foreign"]
     assert diff["trainer.type"] == ("abrun", "command") and diff["model.preset"] == ("qwen2-tiny", None)
+    assert "trainer.recipe_dir" not in diff  # in another checkout it would be another treatment
     assert "steps" not in diff and not any(key.startswith("cluster") for key in diff)
     monkeypatch.setitem(LOCAL_LAUNCHERS, *FAKE)
     outcome = run_to_end(plan, tmp_path / "runs", launcher="fake")
