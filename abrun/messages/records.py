@@ -11,6 +11,7 @@ from abrun.messages.message import value_names
 
 # Stored JSON has non-finite numbers as these texts
 _NOT_FINITE = ("NaN", "Infinity", "-Infinity")
+_CODES = frozenset(code.value for code in Code)
 
 
 def as_json(record: Any) -> Any:
@@ -39,7 +40,10 @@ def as_json(record: Any) -> Any:
 
 
 def restore_reasons(content: Any) -> Any:
-    """Return JSON that `as_json` wrote, with its sentences and codes replaced by reasons."""
+    """Return JSON that `as_json` wrote, with its sentences and codes replaced by reasons.
+
+    A reason of a code that this version lacks is its sentence. Raises ValueError for codes without sentences.
+    """
     if isinstance(content, list):
         return [restore_reasons(entry) for entry in content]
     if not isinstance(content, Mapping):
@@ -49,8 +53,16 @@ def restore_reasons(content: Any) -> Any:
         name, _, kind = codes_name.rpartition("_")
         name = f"{name}s" if kind == "codes" and name not in content else name
         if kind in ("code", "codes") and name in content:
-            restored[name] = decode_reasons(restored.pop(codes_name))
+            restored[name] = _restored_reasons(restored.pop(codes_name), content[name])
     return restored
+
+
+def _restored_reasons(codes: Any, text: Any) -> Any:
+    """Return the reason of each code, or the text beside it where this version lacks the code."""
+    if isinstance(codes, list):
+        return [_restored_reasons(code, line) for code, line in zip(codes, text or (), strict=True)]
+    is_known = codes is None or codes["code"] in _CODES
+    return decode_reasons(codes) if is_known else Code.FOREIGN_TEXT(text=text)
 
 
 def reason_from_json(content: Mapping[str, Any]) -> Reason:

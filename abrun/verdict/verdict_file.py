@@ -37,7 +37,6 @@ _KINDS: dict[str, Kind] = {
 _PARTS = {"claim": ClaimTerms, "estimate": ClaimEstimate, "power": Power}
 _Judged = TypeVar("_Judged", ArmVerdict, OneArm)
 # Reasons of stored files that counted how often runs had been compared.
-_REMOVED_CODES = ("read_several_times", "several_comparisons")
 _REASON = "#/$defs/Reason"
 _ENVIRONMENT = ("python", "versions", "devices", "hosts", "drivers", "precision")
 
@@ -238,7 +237,7 @@ def parse_verdict_file(content: Mapping[str, Any], path: Path) -> VerdictFile:
     from pydantic import TypeAdapter, ValidationError
 
     try:
-        restored = records.restore_reasons(_with_known_codes(content))
+        restored = records.restore_reasons(content)
         if restored["schema_version"] == 6:
             restored = _upgrade(restored)
         restored["claims"] = [_unflatten_claim(row) for row in restored["claims"]]
@@ -249,7 +248,7 @@ def parse_verdict_file(content: Mapping[str, Any], path: Path) -> VerdictFile:
         first_error = error.errors()[0]
         place = ".".join(map(str, first_error["loc"]))
         raise StoreError(f"{path}: {place}: {first_error['msg']}; compare the runs again") from None
-    except (LookupError, TypeError, ValueError, AttributeError) as error:  # such as a code of a newer version
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
         problem = f"{type(error).__name__}: {error}"
         raise StoreError(f"{path}: verdict.json: {problem}; compare the runs again") from None
 
@@ -276,17 +275,6 @@ def _upgrade(content: dict[str, Any]) -> dict[str, Any]:
         arms = {arm: {**section, "verdict": "DESCRIPTION"} for arm, section in content["arms"].items()}
         content |= {"verdict": "DESCRIPTION", "arms": arms}
     return content
-
-
-def _with_known_codes(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the mapping with a code of today for every note and every reason of a removed code: its text."""
-    codes_and_texts = zip(content["note_codes"], content["notes"], strict=True)
-    notes = [records.stored_reason(code, text) for code, text in codes_and_texts]
-    reasons = [
-        records.encode_reasons(Code.FOREIGN_TEXT(text=text)) if code["code"] in _REMOVED_CODES else code
-        for code, text in zip(content["reason_codes"], content["reasons"], strict=True)
-    ]
-    return {**content, "note_codes": records.encode_reasons(notes), "reason_codes": reasons}
 
 
 def json_schema() -> dict[str, Any]:

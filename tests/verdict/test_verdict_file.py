@@ -78,8 +78,8 @@ def test_a_file_of_another_shape_is_one_line(tmp_path, change, said):
     [
         {"claims": None},
         {"claims": ["claim"]},
-        {"reasons": ["new"], "reason_codes": [{"code": "of_a_newer_version", "values": {}}]},
         {"reasons": ["new"], "reason_codes": [{"code": "no_claim", "values": []}]},
+        {"reasons": ["new"], "reason_codes": [{"code": "of_a_newer_version", "values": {}}] * 2},
     ],
 )
 def test_a_file_with_codes_that_cannot_be_read_is_refused(tmp_path, change):
@@ -118,12 +118,17 @@ class Noted:
     exit_code: int
 
 
-def test_a_note_without_a_known_code_is_read_as_its_text(tmp_path):
+def test_a_reason_without_a_known_code_is_read_as_its_text(tmp_path):
     path = tmp_path / "verdict.json"
     content = as_json(verdict([claim()])) | {"notes": ["ran hours apart"]}
     content["note_codes"] = [{"code": "hours_apart", "values": {"gap_s": 7200.0}}]
+    step_one = {"kind": "step one", "arm": "treatment", "result": "redefined", "reason": "differs alone"}
+    code = {"code": "reward_redefined", "values": {"seed": 3}}
+    content["evidence"] = [step_one | {"reason_code": code, "values": {"metric": "train/reward"}}]
     path.write_text(json.dumps(content))
-    assert read_verdict_file(path).notes == [Code.FOREIGN_TEXT(text="ran hours apart")]
+    restored = read_verdict_file(path)
+    assert restored.notes == [Code.FOREIGN_TEXT(text="ran hours apart")]
+    assert restored.evidence[0].reason == Code.FOREIGN_TEXT(text="differs alone")
 
 
 def test_reasons_are_read_from_the_codes_beside_their_sentences():
