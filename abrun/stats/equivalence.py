@@ -95,6 +95,7 @@ def equivalence_test(
         t_ends = mean - half_width, mean + half_width
         intervals[level] = outcomes.interval(level) if outcomes else t_ends
     p_tost = max(tail(1, margin), tail(-1, margin))
+    is_relative = yardstick is not None
     sign_towards_zero = -1 if mean >= 0 else 1
     certified_bound = max(map(abs, intervals[alpha]))
     return TostResult(
@@ -108,7 +109,7 @@ def equivalence_test(
         p_difference=min(1.0, 2 * tail(sign_towards_zero, 0.0)),
         p_beyond=min(1.0, tail(sign_towards_zero, -margin) + tail(sign_towards_zero, margin)),
         certified_bound=certified_bound,
-        certified_margin=certified_bound if yardstick is None else _certified_share(tail, alpha),
+        certified_margin=_certified_share(tail, alpha) if is_relative and certified_bound else certified_bound,
         pair_correlation=_correlate(baseline_values, treatment_values) if paired else None,
         equivalent=p_tost < alpha,
         exact=outcomes is not None,

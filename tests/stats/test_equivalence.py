@@ -61,6 +61,11 @@ def test_interval_bound_and_p_value_say_the_same(differences, margin):
     ).equivalent
 
 
+def test_the_bound_of_bit_identical_arms_is_zero_in_any_unit():
+    values = np.array([0.1, 0.2, 0.31])
+    assert equivalence_test(values, values, 0.03, yardstick=values).certified_margin == 0
+
+
 def test_bit_identical_arms_are_decided_exactly():
     values = np.array([0.1, 0.7, 0.30000000000000004])
     tost = equivalence_test(values, values, margin=1e-9)
