@@ -132,6 +132,11 @@ def compare_contents(contents: SourceContents, options: CompareOptions) -> Compa
     experiment = with_options(
         experiment, claims, step_one=options.step_one, unpaired=reading.unpaired, level=options.level
     )
+    if reading.interim and not experiment.compare.claims:
+        raise ComparisonError(
+            f"--interim: got {reading.given_options['--interim']} without a claim, and only claims have interim "
+            "analyses; add --claim METRIC:WINDOW:MARGIN, or drop it"
+        )
     command, output = options.command, options.output
     if directory is None and command is None:
         words = [*contents.sources, *reading.to_words(), *options.to_words()]

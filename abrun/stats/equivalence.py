@@ -109,7 +109,9 @@ def equivalence_test(
         p_difference=min(1.0, 2 * tail(sign_towards_zero, 0.0)),
         p_beyond=min(1.0, tail(sign_towards_zero, -margin) + tail(sign_towards_zero, margin)),
         certified_bound=certified_bound,
-        certified_margin=_certified_share(tail, alpha) if is_relative and certified_bound else certified_bound,
+        certified_margin=_certified_share(tail, alpha)
+        if is_relative and certified_bound
+        else certified_bound,
         pair_correlation=_correlate(baseline_values, treatment_values) if paired else None,
         equivalent=p_tost < alpha,
         exact=outcomes is not None,

@@ -117,14 +117,29 @@ def watch(
     with View(console, find_jobs) as view:
         view.follow(experiment_dir)
         while True:
-            statuses = {run.state.status for run in view.tick(now=True)}
+            states = [(run.state.status, run.is_warm_start) for run in view.tick(now=True)]
+            # A warm start that is not there is made only if a run still waits for it.
+            statuses = {
+                status for status, is_warm_start in states if status != "pending" or not is_warm_start
+            }
             launcher = describe_launcher(experiment_dir)
             is_active = launcher or statuses & {"running", "waiting", "stalled"}
             if statuses <= set(ENDED_STATUSES) or not is_active:
                 break
             time.sleep(REFRESH_S)
-    if not statuses & {"unreadable"} and not statuses <= {"finished"} and not launcher:
-        console.print("no launcher is running; resume with: abrun launch ... --resume", highlight=False)
+    if statuses == {"finished"}:
+        view.say(
+            f"all runs have finished: {_describe_verdict(experiment_dir)}; abrun compare {experiment_dir}"
+        )
+    elif not launcher and not statuses & {"unreadable"}:
+        view.say("no launcher is running; resume with: abrun launch ... --resume")
+
+
+def _describe_verdict(experiment_dir: Path) -> str:
+    reported, problems = _read_verdict(experiment_dir)
+    return "; ".join(
+        [f"{reported.verdict} (exit code {reported.exit_code})" if reported else "no report yet", *problems]
+    )
 
 
 class _PlainLines:

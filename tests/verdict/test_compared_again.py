@@ -96,6 +96,12 @@ def test_other_seeds_of_a_reference_are_judged_alone(here: Path) -> None:
 # --- declared looks ---
 
 
+def test_looks_without_a_claim_are_refused(here: Path) -> None:
+    write_runs(here / "r", range(3))
+    with pytest.raises(ComparisonError, match="--interim: got 3,5 without a claim.*; add --claim"):
+        compare_sources(("r/old", "r/new"), ReadingOptions(interim=(3, 5)))
+
+
 def test_declared_looks_test_at_their_level(here: Path) -> None:
     write_runs(here / "r", range(3))
     first = compared(interim=(3, 5, 8))

@@ -424,6 +424,10 @@ class Screen(io.StringIO):
 def test_watching_ends_with_the_experiment_or_when_nobody_runs_it(tmp_path: Path, snapshot: Snapshot) -> None:
     output = io.StringIO()
     watch.watch(make_experiment(tmp_path / "done", baseline_0=60), Console(file=output))
-    assert "finished" in output.getvalue() and "--resume" not in output.getvalue()
+    assert output.getvalue().endswith(f"finished: no report yet; abrun compare {tmp_path}/done/demo\n")
+    reported = make_experiment(tmp_path / "judged", baseline_0=60)
+    write_json(reported / "report/verdict.json", {"verdict": "MATCH", "exit_code": 0})
+    watch.watch(reported, Console(file=output))
+    assert output.getvalue().endswith(f"finished: MATCH (exit code 0); abrun compare {reported}\n")
     watch.watch(make_experiment(tmp_path / "left", baseline_0=60, treatment_0=0), Console(file=output))
     snapshot(output.getvalue())
