@@ -98,7 +98,7 @@ def test_other_seeds_of_a_reference_are_judged_alone(here: Path) -> None:
 
 def test_looks_without_a_claim_are_refused(here: Path) -> None:
     write_runs(here / "r", range(3))
-    with pytest.raises(ComparisonError, match="--interim: got 3,5 without a claim.*; add --claim"):
+    with pytest.raises(ComparisonError, match="--interim: got 3,5 without a claim"):
         compare_sources(("r/old", "r/new"), ReadingOptions(interim=(3, 5)))
 
 
