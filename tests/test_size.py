@@ -15,10 +15,10 @@ BUDGETS = {  # room -> lines
     "external": 615,
     "launch": 5_475,
     "logs": 9_470,
-    "messages": 2_160,
+    "messages": 2_175,
     "processes": 980,
     "recipe": 4_290,
-    "report": 4_840,
+    "report": 4_842,
     "runs": 4_835,
     "stats": 2_200,
     "tools/*.py": 10,
@@ -37,9 +37,9 @@ BUDGETS = {  # room -> lines
     "trainer/rl": 1_220,
     "trainer/rollout": 2_280,
     "trainer/tasks": 1_410,
-    "verdict": 5_980,
+    "verdict": 5_965,
     "wandb_sync": 450,
-    "watch": 1_080,
+    "watch": 1_090,
 }
 
 

@@ -134,8 +134,8 @@ def compare_contents(contents: SourceContents, options: CompareOptions) -> Compa
     )
     if reading.interim and not experiment.compare.claims:
         raise ComparisonError(
-            f"--interim: got {reading.given_options['--interim']} without a claim, and only a claim has interim "
-            "analyses; add --claim METRIC:WINDOW:MARGIN, or drop it"
+            f"--interim: got {reading.given_options['--interim']} without a claim, and only a claim has "
+            "interim analyses; add --claim METRIC:WINDOW:MARGIN, or drop it"
         )
     command, output = options.command, options.output
     if directory is None and command is None:
