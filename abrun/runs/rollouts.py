@@ -163,18 +163,20 @@ def hash_steps(folder: Path, num_steps: int) -> str:
 def find_rollouts(source: str, run_path: Path, seed: int) -> Path:
     """Return the folder of the rollouts that the run at `run_path` shall train on.
 
-    `source` is an arm of the run's experiment, or the path of an arm's folder, of an experiment (its baseline
-    is taken), of a run, or of a folder with a folder `seed-N` for each seed. Raises StoreError if there are
+    `source` is an arm of the run's experiment, or the path of an arm's folder, of an experiment (its baseline,
+    or the only arm that recorded), of a run, or of a folder with a folder `seed-N` for each seed. Raises StoreError if there are
     no rollouts.
     """
     sibling = run_path.parent.parent / source
     base = sibling if "/" not in source and is_directory(sibling) else Path(source).expanduser()
     seed_name = f"seed-{seed}"
+    recorders = list(base.glob(f"*/{seed_name}/{layout.ROLLOUTS}"))
     folders = [
         base / seed_name / layout.ROLLOUTS,
         base / "baseline" / seed_name / layout.ROLLOUTS,
         base / layout.ROLLOUTS,
         base / seed_name,
+        *(recorders if len(recorders) == 1 else ()),
     ]
     for folder in folders:
         with wrap_read_errors(folder):

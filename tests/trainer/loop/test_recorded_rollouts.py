@@ -7,6 +7,7 @@ import shutil
 import signal
 import threading
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from abrun.runs import rollouts
 from abrun.runs.experiment import run_dir
 from abrun.runs.layout import RunName
 from abrun.runs.metric_names import AGAINST_SAMPLER
-from abrun.runs.rollouts import read_step, step_path
+from abrun.runs.rollouts import find_rollouts, read_step, step_path
 from abrun.runs.rundir import RunDir
 from abrun.runs.state import read_state
 from abrun.trainer.loop.data import RecordedGroups
@@ -172,6 +173,20 @@ def test_recordings_are_found_by_experiment_arm_and_run(
     config = reading_config(launched / place, recipe_file)
     recorded = RecordedGroups(config, load_text(config.model, weights=None), Path("/nowhere/run/seed-0"), 0)
     assert recorded.folder == launched / "baseline" / "seed-0" / "rollouts"
+
+
+@pytest.mark.parametrize(
+    ("arms", "found"), [(["fused"], "fused"), (["a", "b"], None), (["a", "baseline"], "baseline")]
+)
+def test_of_an_experiment_its_baseline_or_only_recording_is_taken(
+    arms: list[str], found: str | None, tmp_path: Path
+) -> None:
+    for arm in arms:
+        first = step_path(tmp_path / arm / "seed-0/rollouts", 1)
+        first.parent.mkdir(parents=True)
+        first.touch()
+    with nullcontext() if found else pytest.raises(StoreError, match="no recorded rollouts of seed 0"):
+        assert find_rollouts(str(tmp_path), tmp_path / "x/y/seed-0", 0).parts[-3] == found
 
 
 def test_an_arm_can_train_on_an_earlier_recording(launched: Path, recipe_file: Path, tmp_path: Path) -> None:
