@@ -163,9 +163,9 @@ def hash_steps(folder: Path, num_steps: int) -> str:
 def find_rollouts(source: str, run_path: Path, seed: int) -> Path:
     """Return the folder of the rollouts that the run at `run_path` shall train on.
 
-    `source` is an arm of the run's experiment, or the path of an arm's folder, of an experiment (its baseline,
-    or the only arm that recorded), of a run, or of a folder with a folder `seed-N` for each seed. Raises StoreError if there are
-    no rollouts.
+    `source` is an arm of the run's experiment, or the path of an arm's folder, of an experiment (its
+    baseline, or the only arm that recorded), of a run, or of a folder with a folder `seed-N` for each seed.
+    Raises StoreError if there are no rollouts.
     """
     sibling = run_path.parent.parent / source
     base = sibling if "/" not in source and is_directory(sibling) else Path(source).expanduser()
