@@ -365,7 +365,8 @@ def codes_page() -> str:
 
 VERDICT_HEAD = """# verdict.json
 
-The verdict for programs, next to `report.html`; `abrun compare --json` prints the same.
+The verdict for programs, next to `report.html`; `abrun compare --json` prints the same, and
+`next`: the commands to run next, each with a text and as a list of arguments.
 `abrun/verdict/verdict.schema.json` is its JSON schema, with types. NaN and infinities are text. Fields
 named `*_code` or `*_codes` hold the [reason codes](codes.md) of the sentences in the field of the same
 name.

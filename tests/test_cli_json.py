@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -93,6 +94,20 @@ def test_a_dry_run_exits_with_2_where_a_reference_of_the_task_is_broken(
     code, plan = answer("launch", SMALL, "--dry-run", "--json", "--set", task)
     assert code == 2 and len(plan["runs"]) == 4
     assert len(plan["refusals"]) == 1 and "task.jsonl" in plan["refusals"][0]
+
+
+def test_an_open_verdict_names_its_next_command_as_arguments(answer: Answer, tmp_path: Path) -> None:
+    write_experiment(tmp_path / "runs/open", noise=0.2)
+    code, verdict = answer("compare", "open", "--json")
+    assert code == verdict["exit_code"] == 4
+    assert {"verdict", "reasons", "claims", "evidence", "guessed", "not_tested"} <= verdict.keys()
+    assert all(shlex.join(step["argv"]) == step["command"] and step["text"] for step in verdict["next"])
+    assert verdict["next"][0]["argv"][:2] == ["abrun", "launch"]
+
+
+def test_an_agent_reads_how_to_use_it(answer: Answer) -> None:
+    code, text = answer("skill")
+    assert code == 0 and text.startswith("---\nname: abrun\ndescription: ")
 
 
 def test_the_version_is_the_package_s(answer: Answer) -> None:

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from abrun import processes
 from abrun.cli import app
+from abrun.cli.starting import SKILL
 from abrun.experiment.plan import make_plan
 from abrun.external import run as external_run
 from abrun.logs import FORMATS
@@ -28,7 +29,7 @@ from abrun.verdict.decide import EXIT_CODES
 from tests.commands import commands_in, commands_of, has_placeholders, problem_of
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", SKILL, *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 REFERENCE = runpy.run_path(str(ROOT / "docs" / "reference.py"))

@@ -10,7 +10,7 @@ MAX_ENTRIES = 22  # of abrun/
 BUDGETS = {  # room -> lines
     "*.py": 170,
     "api": 840,
-    "cli": 2_030,
+    "cli": 2_040,
     "experiment": 2_165,
     "external": 615,
     "launch": 5_475,
@@ -18,7 +18,7 @@ BUDGETS = {  # room -> lines
     "messages": 2_175,
     "processes": 980,
     "recipe": 4_290,
-    "report": 4_842,
+    "report": 4_845,
     "runs": 4_835,
     "stats": 2_200,
     "tools/*.py": 10,

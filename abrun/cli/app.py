@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # Headings of `abrun --help` with the core's commands, in the order in which a new user needs them. Those of
 # tools and of other packages follow under the heading that they name as `rich_help_panel`
 HEADINGS = {
-    "Getting started": ("demo", "init", "recipes", "doctor"),
+    "Getting started": ("demo", "init", "recipes", "doctor", "skill"),
     "Experiments": ("launch", "watch", "status", "logs", "completions", "stop", "wandb-sync"),
     "Verdicts": ("compare", "reference", "power", "faults"),
     "Diagnostics": ("memory-profile",),

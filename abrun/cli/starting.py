@@ -15,6 +15,7 @@ from abrun.errors import RecipeError
 from abrun.runs.redaction import display_safe
 
 Answer = TypeVar("Answer")
+SKILL = Path(__file__).with_name("SKILL.md")
 
 
 @app.command()
@@ -184,6 +185,17 @@ def recipes(
     screen.print(
         "abrun launch NAME runs one; abrun recipes NAME prints it; fields: docs/reference/recipes.md."
     )
+
+
+@app.command()
+def skill() -> None:
+    """Print how a coding agent uses abrun, as a SKILL.md.
+
+    Examples:
+        abrun skill
+        abrun skill > SKILL.md
+    """
+    sys.stdout.write(SKILL.read_text())
 
 
 @app.command()
