@@ -54,7 +54,7 @@ MESSAGES: dict[Code, Message] = {
     Code.NO_RUN_ENDED: "no {arm} run has ended",
     Code.ENDINGS_NOT_KNOWN: "the runs do not record whether they finished",
     Code.RUN_FAILED: "{run} failed at step {step} ({failure}), but {paired:if its baseline|every baseline "
-    "run} finished{num_more:if  (and {num_more} more)}; if the machine was at fault, launch with --resume",
+    "run} finished{num_more:if  (and {num_more} more)}; if the machine was at fault, run it again",
     Code.NOTHING_RECORDED: "no {arm} run has recorded anything",
     Code.FINITE: _finite,
     Code.NOT_FINITE: "{metric} is {value} in {run} from step {step}, but finite in {paired:if its "

@@ -155,9 +155,9 @@ VALIDITY: dict[Code, Message] = {
     Code.UNPAIRED_SEEDS: _unpaired_seeds,
     Code.SEEDS_NOT_SHARED: _seeds_not_shared,
     Code.BASELINE_FAILED: "{runs:first} failed ({failure}), and without its baseline a seed cannot be "
-    "compared; fix the cause and launch with --resume",
+    "compared; fix the cause and run it again",
     Code.RERUN_FAILED: "{runs:first} failed ({failure}), so the noise floor rests on fewer baseline reruns "
-    "than declared; fix the cause and launch with --resume",
+    "than declared; fix the cause and run it again",
     Code.UNPAIRED_BASELINE_FAILED: "{runs:first} failed ({failure}), and without its failed runs the "
     "baseline looks better than it is; fix the cause",
     Code.RUN_UNREADABLE: "{run} cannot be read: {problem}{forbidden:if |; repair or remove the damaged file}",

@@ -312,3 +312,27 @@ def test_runs_of_another_length_are_described_on_their_steps_and_the_next_claim_
     assert claim.startswith("train/reward:steps 41-50:") and "No claim" not in shown
     exit_code, content = compare(sources, "--claim", claim)
     assert (exit_code, content["verdict"]) == (4, "INCONCLUSIVE")
+
+
+@pytest.mark.parametrize(
+    ("arm", "length", "ending", "code", "said"),
+    [
+        ("new", 60, float("nan"), 3, "guard finished fails: new/seed-1 failed at step 60 "),
+        ("old", 60, float("nan"), 5, "old/seed-1 failed (its log ends with 'train/loss' not finite, "),
+        ("new", 60, 0.5, 5, "steps missing: new/seed-1 ends at step 60"),
+        ("new", STEPS, float("nan"), 3, "guard finite fails: train/loss is nan in new/seed-1 from step 100"),
+    ],
+)
+def test_a_log_that_breaks_off_with_nan_is_a_run_that_failed(tmp_path, arm, length, ending, code, said):
+    """A run that diverged is no run that is still missing steps, and nobody is told to leave it out."""
+    rng = np.random.default_rng(3)
+    for name in ("old", "new"):
+        for seed in range(4):
+            loss = 1 + 0.01 * rng.standard_normal(STEPS)
+            if (name, seed) == (arm, 1):
+                loss = np.append(loss[: length - 1], ending)
+            write_log(tmp_path / name / f"seed-{seed}" / "metrics.jsonl", {"loss": loss})
+    sources = [str(tmp_path / "old"), str(tmp_path / "new")]
+    exit_code, content = compare(sources, "--claim", "loss:last 50%:0.1")
+    assert exit_code == code and content["reasons"][0].startswith(said)
+    assert "--exclude" not in " ".join(content["next"][0]["argv"]) or not np.isnan(ending) or arm == "old"

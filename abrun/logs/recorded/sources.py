@@ -20,7 +20,7 @@ from abrun.logs.recorded.selection import ReadingOptions, restarted_counter_reas
 from abrun.logs.recorded.stored import choose_baseline, load_experiment
 from abrun.messages.codes import Code, Reason
 from abrun.messages.numbers import counted
-from abrun.recipe.claims import Claim, Compare, is_interim_schedule
+from abrun.recipe.claims import Claim, Compare, Guards, is_interim_schedule
 from abrun.recipe.experiment import BASELINE
 from abrun.runs.experiment import find_experiment, is_experiment, suggest_experiments, suggest_path
 from abrun.runs.files import exists
@@ -179,6 +179,7 @@ def build_foreign_experiment(sources: Sources, reading: ReadingOptions) -> Recor
     by_name, reruns_left_out = _leave_out_other_reruns(by_name, arms)
     _refuse_without_numbers(by_name, arms)
 
+    by_name = _mark_diverged(by_name)
     ordered = sorted(by_name, key=lambda run: (run.seed, arms.index(run.arm), run.rerun))
     guessed = [
         *(Code.LOG_READ_AS(guess=text) for log in by_name.values() for text in log.guesses),
@@ -251,6 +252,25 @@ def _add_renamed_keys(unread: Mapping[str, T], names: Mapping[str, str]) -> dict
     _, recognised = recognise_metrics(unread)
     our_names = {**{theirs: name for name, theirs in recognised.items()}, **names}
     return {**unread, **{our_names[name]: content for name, content in unread.items() if name in our_names}}
+
+
+def _mark_diverged(logs: Mapping[RunName, Log]) -> dict[RunName, Log]:
+    """Return the logs, those as failed that break off with NaN or Inf where other runs go on."""
+    last_steps = {run: _last_step(log) for run, log in logs.items()}
+    longest = max(last_steps.values(), default=0)
+    marked = dict(logs)
+    for run, log in logs.items():
+        training = {metric: log.metrics[metric] for metric in Guards().finite if metric in log.metrics}
+        ends = {metric: series.values[-1] for metric, series in training.items() if len(series.steps)}
+        broken = [metric for metric, value in ends.items() if not np.isfinite(value)]
+        if log.status == "unknown" and broken and last_steps[run] < longest:
+            failure = f"its log ends with {list_names(broken)} not finite, others go on to step {longest}"
+            marked[run] = replace(log, status="failed", failure=failure)
+    return marked
+
+
+def _last_step(log: Log) -> int:
+    return max((int(series.steps[-1]) for series in log.metrics.values() if len(series.steps)), default=0)
 
 
 def _make_run(name: RunName, log: Log, *, seed_is_unknown: bool) -> RecordedRun:
