@@ -183,7 +183,8 @@ def compare(
 
 def _print(comparison: "Comparison", *, verbose: bool, as_json: bool) -> None:
     if as_json:
-        print_json({**comparison.as_json(), "next": [step.as_json() for step in comparison.next_steps]})
+        steps = [{**step.as_json(), "argv": shlex.split(step.command)} for step in comparison.next_steps]
+        print_json({**comparison.as_json(), "next": steps})
     else:
         console().print(comparison.summary(verbose=verbose))
 

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from abrun.logs.recorded.experiment import RecordedExperiment, no_shared_step_reason
 from abrun.messages import sentence
@@ -50,9 +49,8 @@ class NextStep:
     text: str
     command: str
 
-    def as_json(self) -> dict[str, Any]:
-        """Return both, and the command as a list of arguments `argv`."""
-        return {**asdict(self), "argv": shlex.split(self.command)}
+    def as_json(self) -> dict[str, str]:
+        return asdict(self)
 
 
 def next_steps(
