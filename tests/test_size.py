@@ -25,7 +25,7 @@ BUDGETS = {  # room -> lines
     "tools/bisect": 960,
     "tools/drift": 2_035,
     "tools/logprob_diff": 1_200,
-    "tools/predict": 2_240,
+    "tools/predict": 2_130,
     "tools/trace": 1_460,
     "trainer/*.py": 400,
     "trainer/backends": 5_530,
