@@ -24,7 +24,6 @@ from tests.logs.layouts import LAYOUTS, every_run, rows
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-DESCRIPTIVE = 4  # exit code of a comparison without a claim
 QUICK = ("--seeds", "0", "--no-compare", "--set", "compare.claims=[]")
 SHORT = ("--set", "steps=2", "--set", "controls.aa_reruns=0")
 QUICKSTART = ("abrun", "launch", "quickstart", *QUICK, *SHORT, "--set", "warm_start.steps=2")
@@ -66,7 +65,7 @@ class Environment:
     def python(self) -> Path:
         return self.folder / "venv/bin/python"
 
-    def run(self, *command: str | Path, expected: int = 0, stdin: str | None = None, **variables: str) -> str:
+    def run(self, *command: str | Path, stdin: str | None = None, **variables: str) -> str:
         """Return the standard output. `abrun` and the like are those of the environment."""
         clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         clean |= {"PATH": f"{self.python.parent}:{clean['PATH']}", "HF_HUB_OFFLINE": "1", **variables}
@@ -80,7 +79,7 @@ class Environment:
             text=True,
             check=False,
         )
-        if done.returncode != expected:
+        if done.returncode:
             output = f"{done.stdout}\n{done.stderr}".strip()
             print(output)
             lines = [line for line in output.splitlines() if not line.startswith("WARNING")]
@@ -142,7 +141,7 @@ def environment(tmp_path: Path) -> Iterator[Environment]:
 
 
 def compare(environment: Environment, *sources: str | Path, options: tuple[str, ...] = ()) -> None:
-    shown = environment.run("abrun", "compare", *sources, *options, expected=DESCRIPTIVE)
+    shown = environment.run("abrun", "compare", *sources, *options)
     assert "train/reward" in shown
 
 

@@ -16,13 +16,18 @@ from abrun.runs.rundir import RunDir
 
 QUICKSTART = Path(__file__).parents[1] / "recipes" / "quickstart.yaml"
 SHORT = ("steps=12", "algorithm.prompts_per_step=4", "checkpoint.every=3", "warm_start=null")
+ONE_LAYER = "model.shape={num_hidden_layers: 1}"  # of three, which take twice the time
 VOLATILE = ("timing/", "performance/")
 
 
 def run_config(*overrides: str, arm: str = "baseline") -> OwnRunConfig:
-    """One arm of the quickstart recipe, shortened, with `key=value` overrides laid over it."""
+    """One arm of the quickstart recipe, shortened, with `key=value` overrides laid over it.
+
+    Its model has one layer unless an override names another.
+    """
     config = load_recipe(QUICKSTART).run_config(arm).model_dump(mode="json")
-    for override in (*SHORT, *overrides):
+    has_own_model = any(override.startswith("model") for override in overrides)
+    for override in (*SHORT, *([] if has_own_model else [ONE_LAYER]), *overrides):
         key, _, value = override.partition("=")
         config = merge(config, nested({key: yaml.safe_load(value)}))
     return OwnRunConfig.model_validate(config)

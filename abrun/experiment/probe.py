@@ -5,11 +5,14 @@
 <directory>/output.log   output of the ranks
 """
 
+import contextlib
 import math
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +26,11 @@ from abrun.recipe.extras import missing_package
 from abrun.recipe.run import OwnRunConfig
 from abrun.runs.files import open_log, read_json, wrap_write_errors, write_json
 from abrun.runs.lines import LineWriter, read_json_lines
+from abrun.runs.lock import folder_lock
 
 GRACE_S = 5.0
 JOB, ROWS, LOG = "job.json", "rows", "output.log"
+SCRATCH = ".scratch"
 
 
 class ProbeRefused(LaunchError):
@@ -34,6 +39,24 @@ class ProbeRefused(LaunchError):
 
 def is_never_cancelled() -> bool:
     return False
+
+
+@contextlib.contextmanager
+def scratch_folder(
+    output: Path, command: str, is_stale: Callable[[Path], bool] = lambda _: False
+) -> Iterator[Path]:
+    """Yield a temporary folder in `output`. Removes those of killed commands, and stale folders.
+
+    Raises StoreError while another process uses `output`.
+    """
+    with folder_lock(output, command):
+        with wrap_write_errors(output):
+            for path in output.iterdir():
+                if path.name.startswith(SCRATCH) or is_stale(path):
+                    shutil.rmtree(path, ignore_errors=True)
+            scratch = tempfile.TemporaryDirectory(prefix=f"{SCRATCH}-", dir=output)
+        with scratch as folder:
+            yield Path(folder)
 
 
 def run_probe(

@@ -6,7 +6,7 @@
 Random prompts of one length get the same number of tokens (nothing ends a completion), at temperature 1 over
 the whole vocabulary, with each token's log-prob. The first call's seconds are with all that happens in it
 (compilation, warm-up); then the median of three. Peaks are with float32 master weights beside the bfloat16
-ones, as in training. vLLM: bench_vllm_versions.
+ones, as in training.
 """
 
 import statistics

@@ -1,9 +1,6 @@
 """abrun logprob-diff: choose run and weights, score the tokens in processes, and compute the budget."""
 
-import contextlib
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from abrun.errors import LaunchError, RecipeError, StoreError
-from abrun.experiment.probe import run_probe
+from abrun.experiment.probe import run_probe, scratch_folder
 from abrun.recipe.algorithms import PolicyGradientSettings
 from abrun.recipe.experiment import BASELINE, parse_stored_run
 from abrun.recipe.run import OwnRunConfig, unsupported_settings
@@ -22,11 +19,9 @@ from abrun.runs.files import (
     is_directory,
     is_file,
     wrap_read_errors,
-    wrap_write_errors,
     write_json,
 )
 from abrun.runs.layout import RunName
-from abrun.runs.lock import folder_lock
 from abrun.runs.metric_names import TOKEN_MULT_PROB_ERROR
 from abrun.runs.records import SAVED_STATE, list_checkpoints, read_saved_state
 from abrun.runs.rundir import RunDir
@@ -34,7 +29,7 @@ from abrun.tools.logprob_diff.findings import Budget, MeasuredRun, Scored, budge
 from abrun.tools.logprob_diff.variations import Scoring, on_one_rank, variations_of
 
 MODULE = "abrun.tools.logprob_diff.measure"
-FOLDER, FILE, SCRATCH = "mismatch", "mismatch.json", ".scratch-"
+FOLDER, FILE = "mismatch", "mismatch.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +64,7 @@ def measure_run(
     changes = variations_of(config, sets)
     scorings = {change.key: change.scoring for change in changes if change.scoring is not None}
     output = output or chosen.run.path / FOLDER
-    with _scratch(output) as folder:
+    with scratch_folder(output, "abrun logprob-diff") as folder:
         say(f"{chosen.run.path}: after step {chosen.step}, by {len(scorings)} scorings")
         record, scored = _score(folder, output / "jobs", chosen, config, scorings, num_sequences, say)
         with np.load(folder / "recorded.npz", allow_pickle=False) as arrays:
@@ -99,21 +94,6 @@ def measure_run(
     )
     write_json(output / FILE, budget.content(), mode=PUBLIC_MODE)
     return budget, output
-
-
-@contextlib.contextmanager
-def _scratch(output: Path) -> Iterator[Path]:
-    """Yield a temporary folder in `output` for weights and tokens; removes those of killed measurements.
-
-    Raises StoreError while another measurement uses `output`.
-    """
-    with folder_lock(output, "abrun logprob-diff"):
-        with wrap_write_errors(output):
-            for stale in output.glob(f"{SCRATCH}*"):
-                shutil.rmtree(stale, ignore_errors=True)
-            scratch = tempfile.TemporaryDirectory(prefix=SCRATCH, dir=output)
-        with scratch as folder:
-            yield Path(folder)
 
 
 def _score(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from abrun.errors import LaunchError, RecipeError
 from abrun.experiment.options import LaunchOptions
@@ -147,22 +147,13 @@ def decide_values(
 
 # Search for the preferred candidate of `auto` values that fits into memory.
 #
-# The rule asks one question after the other. While an answer is missing, the probes of all questions that
-# may follow run side by side; the rule starts again with every answer, so that their order changes no
-# decision.
+# The rule asks one question after the other; the predictions of all candidates run side by side meanwhile. A
+# step is measured alone, because it compiles on all cores.
 
 # Share of device memory kept free above a measured peak, for fragmentation and memory outside of torch.
 MEASURED_MARGIN = 0.05
 
 Values = dict[str, Any]  # by dotted key
-
-
-class MissingAnswer(Exception):
-    """Raised by the rule where it needs the answers of these probes for a candidate."""
-
-    def __init__(self, values: Values, probes: Sequence[Probe]) -> None:
-        super().__init__()
-        self.values, self.probes = values, probes
 
 
 class NotMeasured(Exception):
@@ -171,16 +162,6 @@ class NotMeasured(Exception):
     def __init__(self, arm: str, values: Values, error: LaunchError) -> None:
         super().__init__()
         self.arm, self.values, self.error = arm, values, error
-
-
-class Pool(Protocol):
-    """The part of abrun.tools.predict.probes.ProbePool that a search needs."""
-
-    def answer(self, probe: Probe) -> Answer | None: ...
-
-    def request(self, probes: Sequence[Probe]) -> None: ...
-
-    def wait(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,11 +244,11 @@ class CandidateSearch:
         longest: Mapping[str, Answer],
         device_bytes: int,
         measured_gpus: Sequence[str] | None,
-        pool: Pool,
+        pool: ProbePool,
     ) -> None:
         self._groups, self._device_bytes, self._pool = groups, device_bytes, pool
         self._gpus, self._make_configs, self._longest = measured_gpus, make_configs, longest
-        self._probes: dict[str, list[Probe]] = {}  # this and the next by formatted values
+        self._probes: dict[str, list[Probe]] = {}  # predictions by formatted values
         self._tried: dict[str, Trial] = {}
 
     def run(self) -> list[Trial]:
@@ -276,14 +257,8 @@ class CandidateSearch:
         Without a candidate that fits this is the one with the least memory; measured if possible. Raises
         LaunchError or NotMeasured.
         """
-        while True:
-            self._tried = {}
-            try:
-                choice = self._decide()
-                return [*(trial for trial in self._tried.values() if trial is not choice), choice]
-            except MissingAnswer as missing:
-                self._pool.request([*missing.probes, *self._list_later_probes(missing)])
-                self._pool.wait()
+        choice = self._decide()
+        return [*(trial for trial in self._tried.values() if trial is not choice), choice]
 
     def _decide(self) -> Trial:
         values = choose_candidate(self._groups, self._fits, lambda values: self._predict(values).fits)
@@ -299,13 +274,12 @@ class CandidateSearch:
     def _predict(self, values: Values) -> Trial:
         if (name := format_values(values)) not in self._tried:
             probes = self._ask_predicted(values)
-            answers = [self._pool.answer(probe) for probe in probes]
-            if missing := [probe for probe, answer in zip(probes, answers, strict=True) if answer is None]:
-                raise MissingAnswer(values, missing)
+            futures = [self._pool.ask(probe) for probe in probes]
+            if not all(future.done() for future in futures):
+                self._start_others()
             predictions = [
-                read_prediction(probe, answer, self._device_bytes)
-                for probe, answer in zip(probes, answers, strict=True)
-                if answer is not None
+                read_prediction(probe, future.result(), self._device_bytes)
+                for probe, future in zip(probes, futures, strict=True)
             ]
             self._tried[name] = Trial(
                 values=values,
@@ -321,63 +295,30 @@ class CandidateSearch:
             self._probes[name] = [ask_step(arm, configs[arm], self._longest[arm]) for arm in configs]
         return self._probes[name]
 
+    def _start_others(self) -> None:
+        """Start the predictions of the candidates that are not tried yet, in the order of the rule."""
+        for group in self._groups:
+            for values in (group[0], group[-1], *group[1:-1]):
+                for probe in () if format_values(values) in self._tried else self._ask_predicted(values):
+                    self._pool.ask(probe)
+
     def _measure(self, trial: Trial) -> Trial:
         """Return the trial with one measured step of the arm with the highest peak."""
         if trial.measured:
             return trial
-        arm = trial.highest_peak[0]
-        probe = self._ask_measured(trial.values, arm)
+        name, arm = format_values(trial.values), trial.highest_peak[0]
+        predicted = next(probe for probe in self._ask_predicted(trial.values) if probe.arm == arm)
+        (length,), num_sequences = predicted.job["lengths"], predicted.job["num_sequences"]
+        measured = ask_measured(
+            arm, predicted.config, length, num_sequences, self._device_bytes, gpus=self._gpus or ()
+        )
+        self._pool.cancel()
         try:
-            answer = self._pool.answer(probe)
+            answer = self._pool.ask(measured).result()
         except LaunchError as error:
             raise NotMeasured(arm, trial.values, error) from None
-        if answer is None:
-            raise MissingAnswer(trial.values, [probe])
-        self._tried[format_values(trial.values)] = trial = replace(trial, measured={"arm": arm, **answer})
+        self._tried[name] = trial = replace(trial, measured={"arm": arm, **answer})
         return trial
-
-    def _ask_measured(self, values: Values, arm: str) -> Probe:
-        probe = next(probe for probe in self._ask_predicted(values) if probe.arm == arm)
-        (length,), num_sequences = probe.job["lengths"], probe.job["num_sequences"]
-        return ask_measured(
-            arm, probe.config, length, num_sequences, self._device_bytes, gpus=self._gpus or ()
-        )
-
-    def _list_later_probes(self, missing: MissingAnswer) -> list[Probe]:
-        """Return what the rule may ask for after the missing answers, in its order.
-
-        A step is measured beside its own predictions. Once it is predicted to fit nothing else runs, because
-        its measurement will most likely confirm it, and compiles on all cores.
-        """
-        if any(probe.kind == "measured" for probe in missing.probes):
-            return []
-        later = [
-            probe
-            for values in self._list_later_candidates(missing.values)
-            for probe in self._ask_predicted(values)
-        ]
-        if self._gpus is None:
-            return later
-        # A guess: the arm with the highest peak so far
-        arm = next((trial.highest_peak[0] for trial in self._tried.values()), missing.probes[0].arm)
-        return [self._ask_measured(missing.values, arm), *later]
-
-    def _list_later_candidates(self, missing: Values) -> list[Values]:
-        later: list[Values] = []
-
-        def fits(values: Values) -> bool:
-            later.append(values)
-            return False
-
-        def is_predicted_to_fit(values: Values) -> bool:
-            later.append(values)
-            try:
-                return self._predict(values).fits
-            except (MissingAnswer, LaunchError):
-                return True
-
-        choose_candidate(self._groups, fits, is_predicted_to_fit)
-        return later[later.index(missing) + 1 :] if missing in later else []
 
 
 def _peaks_as_json(predictions: Iterable[PeakPrediction]) -> dict[str, dict[str, Any]]:

@@ -6,7 +6,6 @@ Answers are kept for later launches (abrun.tools.predict.facts).
 
 import contextlib
 import os
-import queue
 import select
 import shutil
 import signal
@@ -16,6 +15,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -159,38 +159,27 @@ def ask_measured(
     return Probe(kind="measured", key=key, arm=arm, config=config, job=job)
 
 
-@dataclass(slots=True)
-class _Running:
-    """Probe that a thread waits for."""
-
-    probe: Probe
-    is_cancelled: threading.Event = field(default_factory=threading.Event)
-
-
 class ProbePool:
-    """Runs probes side by side: one for each core, of which one measures. On exit it ends all of them.
+    """Answers probes side by side, a process for each core; on exit it ends those that nobody waits for.
 
     `on_start` is called before the first process starts; with only known answers none does.
     """
 
     def __init__(self, on_start: Callable[[], object] = lambda: None) -> None:
         self._on_start, self.has_started = on_start, False
-        self._answers: dict[str, Answer] = {}
-        self._looked_up: set[str] = set()
-        self._errors: dict[str, LaunchError] = {}
-        self._running: dict[str, _Running] = {}
-        self._ended: queue.SimpleQueue[tuple[str, Answer | BaseException]] = queue.SimpleQueue()
+        self._executor = ThreadPoolExecutor(max(usable_cores(), 1))
+        self._futures: dict[str, Future[Answer]] = {}  # by key
+        self._is_cancelled = threading.Event()
         self._processes: TracingProcesses | None = None
         self._num_started = 0
-        self.days: dict[str, str] = {}  # of the answers that were known, by key
+        self.days: dict[str, str] = {}  # of the answers of earlier launches, by key
 
     def __enter__(self) -> "ProbePool":
         return self
 
     def __exit__(self, _: object, error: object, __: object) -> None:
-        self.request([])
-        while self._running:
-            self.wait()
+        self.cancel()
+        self._executor.shutdown()
         if self._processes is None:
             return
         self._processes.close()
@@ -201,90 +190,52 @@ class ProbePool:
         if not keeps_log:
             shutil.rmtree(self._processes.folder, ignore_errors=True)
 
-    def answer(self, probe: Probe) -> Answer | None:
-        """Return a probe's answer, or None if it is not known yet. Raises LaunchError if it has failed."""
-        if (error := self._errors.get(probe.key)) is not None:
-            raise error
-        return self._answers.get(probe.key) if self._is_answered(probe.key) else None
-
-    def request(self, probes: Sequence[Probe]) -> None:
-        """Start the probes without an answer, in this order, as far as cores are free; end all others."""
-        requested = {probe.key for probe in probes}
-        for key, running in self._running.items():
-            if key not in requested:
-                running.is_cancelled.set()
-        for probe in probes:
-            if len(self._running) >= max(usable_cores(), 1):
-                return
-            is_known = probe.key in self._running or probe.key in self._errors or self._is_answered(probe.key)
-            must_wait = probe.kind == "measured" and any(
-                running.probe.kind == "measured" for running in self._running.values()
-            )
-            if not is_known and not must_wait:
-                self._start(probe)
-
-    def wait(self) -> None:
-        """Wait until a running probe ends, with an answer or without."""
-        key, result = self._next_ended()
-        running = self._running.pop(key)
-        if running.is_cancelled.is_set():
-            return
-        if isinstance(result, LaunchError):
-            self._errors[key] = result
-        elif isinstance(result, BaseException):
-            raise result
-        else:
-            self._answers[key] = result
-            if not result.get("out_of_memory"):  # other processes may have held the memory
-                store_answer(key, result)
+    def ask(self, probe: Probe) -> Future[Answer]:
+        """Start a probe unless its answer is known; its result raises LaunchError if it fails."""
+        if probe.key not in self._futures:
+            known = read_answer(probe.key)
+            self._futures[probe.key] = future = Future[Answer]() if known else self._start(probe)
+            if known:
+                self.days[probe.key] = known[1]
+                future.set_result(known[0])
+        return self._futures[probe.key]
 
     def answer_all(self, probes: Sequence[Probe]) -> list[Answer]:
         """Return the answers of all probes. Raises LaunchError if one has failed."""
-        while True:
-            answers = [answer for probe in probes if (answer := self.answer(probe)) is not None]
-            if len(answers) == len(probes):
-                return answers
-            self.request(probes)
-            self.wait()
+        return [future.result() for future in [self.ask(probe) for probe in probes]]
 
-    def _is_answered(self, key: str) -> bool:
-        """Look for an answer of this pool, and once for one of an earlier launch."""
-        if key not in self._looked_up:
-            self._looked_up.add(key)
-            if known := read_answer(key):
-                self._answers[key], self.days[key] = known
-        return key in self._answers
+    def cancel(self) -> None:
+        """End the probes that still run or wait for a core."""
+        unfinished = {key: future for key, future in self._futures.items() if not future.done()}
+        self._is_cancelled.set()
+        self._is_cancelled = threading.Event()
+        for key, future in unfinished.items():
+            future.cancel()
+            del self._futures[key]
 
-    def _start(self, probe: Probe) -> None:
+    def _start(self, probe: Probe) -> Future[Answer]:
         if not self.has_started:
             self.has_started = True
             self._on_start()
-        running = self._running[probe.key] = _Running(probe)
-        self._launch(running)
-
-    def _launch(self, running: _Running) -> None:
         if self._processes is None:
             self._processes = TracingProcesses(Path(tempfile.mkdtemp(prefix="abrun-memory-")))
         self._num_started += 1
-        probe = running.probe
         directory = self._processes.folder / f"{self._num_started:03d}" / probe.arm
-        arguments = self._processes, probe, directory, running.is_cancelled.is_set
-        threading.Thread(target=self._run, args=arguments, daemon=True).start()
+        return self._executor.submit(
+            _find_answer, self._processes, probe, directory, self._is_cancelled.is_set
+        )
 
-    def _next_ended(self) -> tuple[str, Answer | BaseException]:
-        return self._ended.get()
 
-    def _run(
-        self, processes: TracingProcesses, probe: Probe, directory: Path, is_cancelled: IsCancelled
-    ) -> None:
-        try:
-            if probe.kind == "measured":
-                answer = _measure(probe, directory, is_cancelled)
-            else:
-                (answer,) = processes.do_job(directory, probe.config, probe.job, is_cancelled)
-            self._ended.put((probe.key, answer))
-        except BaseException as error:
-            self._ended.put((probe.key, error))
+def _find_answer(
+    processes: TracingProcesses, probe: Probe, directory: Path, is_cancelled: IsCancelled
+) -> Answer:
+    if probe.kind == "measured":
+        answer = _measure(probe, directory, is_cancelled)
+    else:
+        (answer,) = processes.do_job(directory, probe.config, probe.job, is_cancelled)
+    if not answer.get("out_of_memory"):  # other processes may have held the memory
+        store_answer(probe.key, answer)
+    return answer
 
 
 def _measure(probe: Probe, directory: Path, is_cancelled: IsCancelled) -> Answer:

@@ -6,17 +6,14 @@
 <output>/jobs/                         the processes' jobs and output
 """
 
-import contextlib
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from abrun.errors import RecipeError, StoreError
 from abrun.experiment.plan import make_draft
-from abrun.experiment.probe import run_probe
+from abrun.experiment.probe import run_probe, scratch_folder
 from abrun.recipe.experiment import BASELINE, CommandRecipe, Recipe
 from abrun.recipe.reading import dotted
 from abrun.recipe.run import OwnRunConfig, recorded_source, unsupported_settings
@@ -31,14 +28,13 @@ from abrun.runs.files import (
     write_json,
 )
 from abrun.runs.layout import RunName
-from abrun.runs.lock import folder_lock
 from abrun.runs.redaction import shortened
 from abrun.runs.rundir import RunDir
 from abrun.runs.traces import FOLDER, RESULT, StoredTrace, write_trace
 from abrun.tools.trace.judge import NUM_REPLICAS, TensorError, errors_from_json, judge_trace
 
 MODULE = "abrun.tools.trace.measure"
-SCRATCH, REPLICAS = ".scratch", "replicas.json"
+REPLICAS = "replicas.json"
 # Fields, or the sections that they are in, which two arms of one batch and model have in common
 BATCH_FIELDS = (
     "algorithm.type.",
@@ -75,7 +71,9 @@ def trace_recipe(
     weights = _initial_weights(recipe, experiment, seed)
     run = run_dir(experiment, RunName(arm=BASELINE, seed=seed))  # beside which recorded rollouts may lie
     output = output or experiment / FOLDER
-    with _scratch(output) as recorded:
+    with scratch_folder(output, "abrun trace", is_capture) as recorded:
+        with wrap_write_errors(output):
+            (output / RESULT).unlink(missing_ok=True)
         for name, config in configs.items():
             is_baseline = name == BASELINE
             repeats = (
@@ -176,20 +174,3 @@ def _initial_weights(recipe: Recipe | CommandRecipe, experiment: Path, seed: int
             "--set warm_start=null"
         )
     return weights
-
-
-@contextlib.contextmanager
-def _scratch(output: Path) -> Iterator[Path]:
-    """Yield a temporary folder in `output` for state and completions.
-
-    Removes an earlier trace, and the folders of killed ones. Raises StoreError while another trace runs.
-    """
-    with folder_lock(output, "abrun trace"):
-        with wrap_write_errors(output):
-            (output / RESULT).unlink(missing_ok=True)
-            for stale in output.iterdir():
-                if stale.name.startswith(SCRATCH) or is_capture(stale):
-                    shutil.rmtree(stale, ignore_errors=True)
-            scratch = tempfile.TemporaryDirectory(prefix=f"{SCRATCH}-", dir=output)
-        with scratch as folder:
-            yield Path(folder)

@@ -24,12 +24,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from abrun.errors import AbrunError, RecipeError
-from abrun.experiment.probe import read_job, report_refusal
+from abrun.experiment.probe import SCRATCH, read_job, report_refusal
 from abrun.processes import progress, run_to_end
 from abrun.recipe.run import OwnRunConfig
 from abrun.runs.captures import EXACT, Capture, Kind, write_capture
 from abrun.runs.files import PUBLIC_MODE, make_folder, read_json, write_json
-from abrun.tools.trace.command import SCRATCH, write_replicas
+from abrun.tools.trace.command import write_replicas
 from abrun.tools.trace.judge import errors_to_json, measure_errors
 from abrun.tools.trace.observe import (
     DATA_FIELDS,
@@ -397,67 +397,49 @@ class Recording:
         return recording
 
 
-class RecordingEngine:
-    """A run's engine, of which a step's completions are recorded; once recorded they are replayed."""
+class RecordedEngine:
+    """A run's engine, of which a step's completions are recorded; once recorded they are replayed.
 
-    def __init__(self, engine: RolloutEngine, recording: Recording) -> None:
-        self._engine, self._recording = engine, recording
-        self.is_recorded = False
+    Without an engine it replays what the baseline's engine sampled.
+    """
+
+    def __init__(self, recording: Recording, engine: RolloutEngine | None) -> None:
+        self._recording, self._engine = recording, engine
+        self.is_recorded = engine is None
 
     def generate(
         self, prompts: list[list[int]], draws: Draws, *, temperature: float | None = None
     ) -> list[Completion]:
-        if draws.step != self._recording.step:
+        if self._engine and draws.step != self._recording.step:
             return self._engine.generate(prompts, draws, temperature=temperature)
-        if self.is_recorded:
+        if self._engine is None or self.is_recorded:
             return self._recording.completions(prompts, draws)
         completions = self._engine.generate(prompts, draws, temperature=temperature)
         self._recording.add(prompts, draws, completions)
         return completions
 
     def sync(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        if not self.is_recorded:
+        if self._engine and not self.is_recorded:
             self._engine.sync(weights)
 
     def sleep(self) -> int:
-        return self._engine.sleep()
+        return self._engine.sleep() if self._engine else 0
 
     def wake(self) -> bool:
-        return self._engine.wake()
+        return self._engine.wake() if self._engine else False
 
     def close(self, *, finished: bool = False) -> None:
-        self._engine.close(finished=finished)
+        if self._engine:
+            self._engine.close(finished=finished)
 
 
-class ReplayEngine:
-    """An engine without a model, which returns what the baseline's engine sampled."""
-
-    def __init__(self, recording: Recording) -> None:
-        self._recording = recording
-
-    def generate(
-        self, prompts: list[list[int]], draws: Draws, *, temperature: float | None = None
-    ) -> list[Completion]:
-        return self._recording.completions(prompts, draws)
-
-    def sync(self, weights: Iterator[tuple[str, Tensor]]) -> None: ...
-
-    def sleep(self) -> int:
-        return 0
-
-    def wake(self) -> bool:
-        return False
-
-    def close(self, *, finished: bool = False) -> None: ...
-
-
-def record_with(sampler: Sampler, recording: Recording) -> list[RecordingEngine]:
+def record_with(sampler: Sampler, recording: Recording) -> list[RecordedEngine]:
     """Let a sampler record a step. The list holds its engine once that is made."""
-    engines: list[RecordingEngine] = []
+    engines: list[RecordedEngine] = []
     make_engine = sampler._make_engine
 
     def make() -> RolloutEngine:
-        engines.append(RecordingEngine(make_engine(), recording))
+        engines.append(RecordedEngine(recording, make_engine()))
         return engines[0]
 
     sampler._make_engine = make
@@ -466,7 +448,7 @@ def record_with(sampler: Sampler, recording: Recording) -> list[RecordingEngine]
 
 def replay_with(sampler: Sampler, recording: Recording) -> None:
     """Let a sampler replay a recorded step instead of sampling it."""
-    sampler._make_engine = lambda: ReplayEngine(recording)
+    sampler._make_engine = lambda: RecordedEngine(recording, None)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from abrun.errors import AbrunError
+from abrun.experiment.probe import scratch_folder
 from abrun.runs.files import read_json, write_json
 from abrun.runs.launches import write_config
 from abrun.runs.layout import RunName
 from abrun.runs.lines import LineWriter
 from abrun.runs.records import RunRecord
 from abrun.runs.rundir import RunDir
-from abrun.tools.logprob_diff.command import _scratch as scratch
 from abrun.tools.logprob_diff.command import choose_run
 from abrun.tools.logprob_diff.variations import on_one_rank, variations_of
 from tests.snapshot import Snapshot
@@ -159,11 +159,11 @@ def test_two_at_once_do_not_mix_and_what_a_killed_one_left_is_removed(
     left = tmp_path / "mismatch" / ".scratch-killed"
     left.mkdir(parents=True)
     (left / "weights.safetensors").write_bytes(b"x")
-    with scratch(tmp_path / "mismatch") as folder:
+    with scratch_folder(tmp_path / "mismatch", "abrun logprob-diff") as folder:
         assert not left.exists() and folder.is_dir()
         with (
             pytest.raises(AbrunError) as refusal,
-            scratch(tmp_path / "mismatch"),
+            scratch_folder(tmp_path / "mismatch", "abrun logprob-diff"),
         ):
             pass
         snapshot(refusal.value)

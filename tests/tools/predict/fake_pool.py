@@ -1,8 +1,7 @@
-"""A pool of probes without processes: it answers one probe after the other, in order or at random."""
+"""A pool of probes without processes."""
 
-import random
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import Future
 
 from abrun.tools.predict.facts import Answer
 from abrun.tools.predict.probes import Probe, ProbePool
@@ -11,33 +10,32 @@ Respond = Callable[[Probe], Answer | Exception]
 
 
 class FakePool(ProbePool):
-    """Answers probes by `respond`; `asked` grows by each. Without `order` it does so as they were started."""
+    """Answers probes by `respond`, once somebody waits for them; `asked` grows by each."""
 
     def __init__(
-        self,
-        respond: Respond,
-        asked: list[Probe],
-        on_start: Callable[[], object] = lambda: None,
-        order: random.Random | None = None,
+        self, respond: Respond, asked: list[Probe], on_start: Callable[[], object] = lambda: None
     ) -> None:
         super().__init__(on_start)
-        self._respond, self.asked, self._order = respond, asked, order
+        self._respond, self._asked = respond, asked
 
-    def _launch(self, running: Any) -> None:
-        pass
-
-    def _next_ended(self) -> tuple[str, Answer | BaseException]:
-        assert self._running, "nothing runs for which the search waits"
-        assert sum(running.probe.kind == "measured" for running in self._running.values()) <= 1
-        keys = [*self._running]
-        probe = self._running[self._order.choice(keys) if self._order else keys[0]].probe
-        if not self._running[probe.key].is_cancelled.is_set():
-            self.asked.append(probe)
-        return probe.key, self._respond(probe)
+    def _start(self, probe: Probe) -> Future[Answer]:
+        if not self.has_started:
+            self.has_started = True
+            self._on_start()
+        return _Waiting(self._respond, self._asked, probe)
 
 
-class ForgetfulPool(FakePool):
-    """Neither keeps answers nor finds those of earlier launches."""
+class _Waiting(Future[Answer]):
+    def __init__(self, respond: Respond, asked: list[Probe], probe: Probe) -> None:
+        super().__init__()
+        self._respond, self._asked, self._probe = respond, asked, probe
 
-    def _is_answered(self, key: str) -> bool:
-        return key in self._answers
+    def result(self, timeout: float | None = None) -> Answer:
+        if not self.done():
+            self._asked.append(self._probe)
+            answer = self._respond(self._probe)
+            if isinstance(answer, Exception):
+                self.set_exception(answer)
+            else:
+                self.set_result(answer)
+        return super().result()

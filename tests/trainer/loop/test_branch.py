@@ -172,7 +172,6 @@ CASES = [
     ("copies", (MOE,)),
     ("experts and tensor", (MOE,)),
     ("megatron", ()),
-    ("megatron, copies", (PPO, "policy.dtype=bfloat16")),
     ("megatron, data", ()),
     ("megatron, data", (PPO, "policy.dtype=bfloat16")),
     ("megatron, sequence", (PPO,)),

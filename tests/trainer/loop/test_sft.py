@@ -73,9 +73,8 @@ def test_the_loss_is_the_mean_over_completion_tokens(tmp_path: Path, group: None
     config = sft("task.max_operand=99", "steps=1")
     directory = make_run(tmp_path / "run", config, seed=3)
     row = train_here(directory)[1]
-    preset = Model(preset="qwen2-tiny")
-    text = load_text(preset, weights=None)
-    network: Any = load_network(preset, weights=None, seed=derive_seed(3, "init"))
+    text = load_text(config.model, weights=None)
+    network: Any = load_network(config.model, weights=None, seed=derive_seed(3, "init"))
     total, count = 0.0, 0
     for example in make_task(config.task).examples(derive_seed(3, "data"), 0, 16):
         (prompt,) = text.encode_prompts([example.prompt])
