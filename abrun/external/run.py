@@ -11,6 +11,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -61,6 +62,7 @@ from abrun.runs.redaction import current_mask, hide_secrets_of, hide_values
 from abrun.runs.rundir import RunDir
 from abrun.runs.writer import FencedError, LostRowsError, RunWriter, begin_attempt
 
+RAY_NODE = Path(__file__).with_name("ray_node.py")
 POLL_S = poll_interval(1.0)
 # Launchers wait 35 s before they kill.
 GRACE_S = 30.0
@@ -139,7 +141,7 @@ class _Run:
         with (
             catch_stop_signals() as requests,
             capture_output(log, log_bytes, current_mask().hide_bytes),
-            _running(call.argv, self._env, self._run_dir) as process,
+            _running(self._config, call, self._env, self._run_dir) as process,
         ):
             self._report_progress()
             status, stop_reason = self._follow(process, requests)
@@ -295,21 +297,34 @@ def _fill_command(
 
 
 @contextlib.contextmanager
-def _running(argv: Sequence[str], env: Mapping[str, str], run_dir: RunDir) -> Iterator[Popen]:
-    """Run the command in its own process group; kill everything that is left of it at the end."""
+def _running(
+    config: CommandRunConfig, call: Invocation, env: Mapping[str, str], run_dir: RunDir
+) -> Iterator[Popen]:
+    """Run this node's process in its own process group; kill everything that is left of it at the end.
+
+    It is the command, or with `trainer.ray` what starts Ray here, and on the first node then the command.
+    """
     adopt_orphans()
-    try:
-        process = start_process(argv, env, death_signal=signal.SIGKILL, process_group=0)
-    except OSError as error:
-        raise LaunchError(
-            f"trainer.argv: got {argv[0]!r}, which cannot be started: {error.strerror}; give the path of "
-            "an executable file"
-        ) from None
-    try:
-        yield process
-    finally:
-        kill_all(lambda: find_descendants(os.getpid()) | find_run_processes(run_dir.path))
-        process.wait()
+    with contextlib.ExitStack() as stack:
+        argv = call.argv
+        if config.trainer.ray:
+            # Where Ray's defaults are, a cluster of this machine's may have its own
+            folder = tempfile.TemporaryDirectory(prefix="abrun-ray-", ignore_cleanup_errors=True)
+            head = f"{env['ABRUN_HEAD_ADDRESS']}:{env['ABRUN_PORT']}"
+            argv = [call.python, str(RAY_NODE), head, stack.enter_context(folder), *argv]
+        try:
+            process = start_process(argv, env, death_signal=signal.SIGKILL, process_group=0)
+        except OSError as error:
+            field = "python" if config.trainer.ray else "argv"
+            raise LaunchError(
+                f"trainer.{field}: got {argv[0]!r}, which cannot be started: {error.strerror}; give the path "
+                "of an executable file"
+            ) from None
+        try:
+            yield process
+        finally:
+            kill_all(lambda: find_descendants(os.getpid()) | find_run_processes(run_dir.path))
+            process.wait()
 
 
 def _run_on_other_node(run_dir: RunDir, config: CommandRunConfig, record: RunRecord, node: int) -> int:
@@ -320,22 +335,24 @@ def _run_on_other_node(run_dir: RunDir, config: CommandRunConfig, record: RunRec
     before = max((launch.attempts for launch in run_dir.launches()), default=0)
     call, env = _fill_command(run_dir, config, record, before + 1)
     log, log_start, oom_kills = run_dir.node_log(node), run_dir.log_size(node), count_oom_kills()
-    ended_s = math.inf
+    end_s, has_ray = math.inf, config.trainer.ray
     with (
         catch_stop_signals() as requests,
         capture_output(log, int(config.limits.log_mib * 2**20), current_mask().hide_bytes),
-        _running(call.argv, env, run_dir) as process,
+        _running(config, call, env, run_dir) as process,
     ):
         while (
-            status := wait_for_exit(process, POLL_S, lambda: requests.first_signal)
-        ) is None and requests.first_signal is None:
+            status := wait_for_exit(process, POLL_S, lambda: requests.first_signal and not has_ray)
+        ) is None and time.monotonic() < end_s:
             reap_orphans({process.pid})
-            first = run_dir.attempt()
-            if first.number > before and first.status != "running":
-                ended_s = min(ended_s, time.monotonic())
-            if time.monotonic() > ended_s + GRACE_S:
-                break
-        if status is None:
+            first, now = run_dir.attempt(), time.monotonic()
+            if first.number > before and first.status != "running":  # the end of Ray's head is no failure
+                if has_ray:
+                    break
+                end_s = min(end_s, now + GRACE_S)
+            elif requests.first_signal:  # Ray's nodes stay until its driver has saved
+                end_s = min(end_s, now + GRACE_S if has_ray else now)
+        if status is None and not has_ray:  # a node of Ray would wait for its tasks
             end_group(process, GRACE_S, lambda: requests.is_forced)
     if not status:
         return 0

@@ -32,6 +32,10 @@ from abrun.recipe.run import OwnRunConfig, RunConfig, unsupported_settings
 from abrun.runs.files import is_file
 
 INTERPRETERS = re.compile(r"python[\d.]*|bash|sh")
+WAITING_COMMAND = (
+    " and a command that submits a job and waits for it, such as sbatch --wait "
+    "(docs/how-to/run-on-a-cluster.md)"
+)
 TRAINER_PACKAGES = ("torch", "transformers", "triton", "liger-kernel")  # Megatron and vLLM are refused
 
 
@@ -170,11 +174,11 @@ def _check_sizes(path: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
 def _find_missing_devices(config: RunConfig, machine: Machine) -> Iterator[str]:
     cluster, engines, count = config.cluster, config.engine_devices, config.devices_per_node
     ranks, gpus = cluster.ranks_per_node, len(machine.gpus)
-    if refusal := multi_node_command_refusal(config):
-        yield refusal
-    elif cluster.nodes > 1:
+    if cluster.nodes > 1:
+        waits = "" if isinstance(config, OwnRunConfig) else WAITING_COMMAND
         yield (
-            f"cluster.nodes: got {cluster.nodes}, but the local launcher has only this machine; use nodes: 1"
+            f"cluster.nodes: got {cluster.nodes}, but the local launcher has only this machine; use nodes: "
+            f"1{waits}"
         )
     devices, in_total = f"{ranks}", ""
     if engines:
@@ -272,14 +276,14 @@ def anywhere_refusals(plan: ExperimentPlan) -> list[str]:
     return [problem.text for problem in find_problems(plan, nowhere, checks=checks)]
 
 
-def multi_node_command_refusal(config: RunConfig) -> str | None:
-    """Return why only Slurm can start a run, if that is so."""
-    if config.cluster.nodes == 1 or not isinstance(config, CommandRunConfig):
+def lone_command_refusal(config: RunConfig) -> str | None:
+    """Return why only Slurm can start a run, if that is so: elsewhere a command reaches no other node."""
+    if config.started_nodes == config.cluster.nodes:
         return None
     return (
-        f"cluster.nodes: got {config.cluster.nodes} with trainer.type 'command', which only Slurm starts on "
-        "several nodes; use launcher: slurm, or nodes: 1, launcher: local and a command that submits a job "
-        "and waits for it, such as sbatch --wait (docs/how-to/run-on-a-cluster.md)"
+        f"cluster.nodes: got {config.cluster.nodes} with trainer.start 'once', but only Slurm's srun starts "
+        "processes on the other nodes; use trainer.ray: true for a Ray driver, start: every_node for "
+        f"torchrun, launcher: slurm, or nodes: 1{WAITING_COMMAND}"
     )
 
 
