@@ -1,7 +1,7 @@
-"""`PYTHON ray_node.py HOST:PORT FOLDER COMMAND..`: this node of a run's own Ray cluster, with files in FOLDER.
+"""`PYTHON ray_node.py HOST:PORT FOLDER COMMAND..`: this node of a run's own Ray cluster.
 
-Runs in the trainer's interpreter, which need not have abrun. The first node starts Ray's head, waits until all
-nodes have joined and becomes the command, with RAY_ADDRESS; every other node becomes a node of Ray. Ray's
+Runs in the trainer's interpreter, which need not have abrun. The first node starts Ray's head, waits until
+all nodes have joined and becomes the command, with RAY_ADDRESS; every other node becomes a node of Ray. Ray's
 processes end with the process that starts them.
 """
 
@@ -20,11 +20,18 @@ PR_SET_PDEATHSIG = 1
 def main() -> None:
     head, folder, *command = sys.argv[1:]
     host, _, port = head.rpartition(":")
-    num_nodes, node, gpus = (os.environ[f"ABRUN_{name}"] for name in ("NUM_NODES", "NODE_RANK", "GPUS_PER_NODE"))
+    num_nodes, node, gpus = (
+        os.environ[f"ABRUN_{name}"] for name in ("NUM_NODES", "NODE_RANK", "GPUS_PER_NODE")
+    )
     env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
+    start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--log-color=false"]
     # Ports of their own: several runs may share a machine, each with its cluster
-    start += [f"--temp-dir={folder}", f"--num-gpus={gpus}", f"--dashboard-agent-listen-port={free_port()}"]
+    start += [
+        "--disable-usage-stats",
+        f"--temp-dir={folder}",
+        f"--num-gpus={gpus}",
+        f"--dashboard-agent-listen-port={free_port()}",
+    ]
     if int(node):
         address = wait_for_head(host, int(port))
         start += [f"--node-ip-address={address}", f"--address={socket.gethostbyname(host)}:{port}"]

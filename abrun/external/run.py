@@ -71,7 +71,7 @@ STALL_FACTOR = 10
 # Between questions to Slurm about the job of `sbatch --wait`, which prints this line.
 ASK_SLURM_S = poll_interval(10.0)
 SUBMITTED = r"^Submitted batch job (\d+)"
-LIMITS = (Code.TIME_LIMIT_REACHED, Code.STALL_LIMIT_REACHED)
+LIMITS = (Code.TIME_LIMIT_REACHED, Code.START_LIMIT_REACHED, Code.STALL_LIMIT_REACHED)
 # Exit codes, the same as those of abrun.trainer and its agent.
 FAILED, INTERRUPTED, TIMED_OUT = 1, 3, 124
 
@@ -171,6 +171,8 @@ class _Run:
 
     @property
     def _stall_limit_s(self) -> float:
+        if not self._step and (start_s := self._config.limits.start_s):
+            return start_s
         return max(self._config.stalled_s, STALL_FACTOR * self._longest_step_s)
 
     def _wait_in_queue(self, now: float) -> None:
@@ -198,6 +200,8 @@ class _Run:
         silent_s = now - max(self._last_step_s, self._pauses.running_since_s())
         if silent_s > self._stall_limit_s:
             step = self._follower.last_step
+            if limits.start_s and not self._step:
+                return Code.START_LIMIT_REACHED(limit_s=limits.start_s)
             return Code.STALL_LIMIT_REACHED(silence=Code.NO_NEW_STEP(step=step, silent_s=round(silent_s)))
         return None
 
@@ -389,7 +393,7 @@ def describe_environment(
     `python`: the command's interpreter, if it is not the first word of `argv`.
     """
     interpreter = argv[0] if re.fullmatch(r"python[\d.]*", Path(argv[0]).name) else None
-    answer = _query_interpreter(python or interpreter, packages, env)
+    answer = query_interpreter(python or interpreter, packages, env)
     return {
         "python": answer.get("python"),
         "versions": {name: answer.get("versions", {}).get(name) for name in packages},
@@ -400,7 +404,7 @@ def describe_environment(
     }
 
 
-def _query_interpreter(python: str | None, packages: Sequence[str], env: Mapping[str, str]) -> dict[str, Any]:
+def query_interpreter(python: str | None, packages: Sequence[str], env: Mapping[str, str]) -> dict[str, Any]:
     """Return what the command's own interpreter reports about itself, or {} if there is none to ask."""
     program = python and shutil.which(python, path=env.get("PATH"))
     if not program:

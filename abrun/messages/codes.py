@@ -141,7 +141,8 @@ class Code(StrEnum):
     FOREIGN_TEXT, EXIT_CODE, KILLED, OUT_OF_MEMORY_KILLED = auto(), auto(), auto(), auto()
     SEE_LOG, SEVERAL_ERRORS, RANK_FAILED, EXCEPTION, RANKS_LOST = auto(), auto(), auto(), auto(), auto()
     RANKS_NOT_FOUND, COLLECTIVE_TIMED_OUT, MEMORY_RAN_OUT, NODE_LOST = auto(), auto(), auto(), auto()
-    TIME_LIMIT_REACHED, STALL_LIMIT_REACHED, RANKS_SILENT, NODES_SILENT = auto(), auto(), auto(), auto()
+    TIME_LIMIT_REACHED, START_LIMIT_REACHED, STALL_LIMIT_REACHED = auto(), auto(), auto()
+    RANKS_SILENT, NODES_SILENT = auto(), auto()
     NO_NEW_STEP, NO_SIGN_OF_LIFE, STOPPED_BY_SIGNAL, ALIAS_NOT_LOGGED = auto(), auto(), auto(), auto()
     NODE_FAILED = auto()
 
