@@ -51,7 +51,7 @@ def test_a_node_that_differs_from_the_first_is_named(
     machine, port = node.this_machine(), find_free_port()
     start(run, port, 0)
     if difference == "package":
-        other = replace(machine, packages=machine.packages | {"torch": "1.0"})
+        other = replace(machine, packages={**machine.packages, "torch": "1.0"})
         monkeypatch.setattr(node, "this_machine", lambda: other)
         words = "has torch 1.0, but .* 2"
     elif difference == "trainer's package":

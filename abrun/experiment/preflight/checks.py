@@ -32,10 +32,6 @@ from abrun.recipe.run import OwnRunConfig, RunConfig, unsupported_settings
 from abrun.runs.files import is_file
 
 INTERPRETERS = re.compile(r"python[\d.]*|bash|sh")
-WAITING_COMMAND = (
-    " and a command that submits a job and waits for it, such as sbatch --wait "
-    "(docs/how-to/run-on-a-cluster.md)"
-)
 TRAINER_PACKAGES = ("torch", "transformers", "triton", "liger-kernel")  # Megatron and vLLM are refused
 
 
@@ -175,10 +171,9 @@ def _find_missing_devices(config: RunConfig, machine: Machine) -> Iterator[str]:
     cluster, engines, count = config.cluster, config.engine_devices, config.devices_per_node
     ranks, gpus = cluster.ranks_per_node, len(machine.gpus)
     if cluster.nodes > 1:
-        waits = "" if isinstance(config, OwnRunConfig) else WAITING_COMMAND
         yield (
-            f"cluster.nodes: got {cluster.nodes}, but the local launcher has only this machine; use nodes: "
-            f"1{waits}"
+            f"cluster.nodes: got {cluster.nodes}, but the local launcher has only this machine; use launcher: "
+            "slurm or ray, or nodes: 1"
         )
     devices, in_total = f"{ranks}", ""
     if engines:
@@ -281,9 +276,8 @@ def lone_command_refusal(config: RunConfig) -> str | None:
     if config.started_nodes == config.cluster.nodes:
         return None
     return (
-        f"cluster.nodes: got {config.cluster.nodes} with trainer.start 'once', but only Slurm's srun starts "
-        "processes on the other nodes; use trainer.ray: true for a Ray driver, start: every_node for "
-        f"torchrun, launcher: slurm, or nodes: 1{WAITING_COMMAND}"
+        f"cluster.nodes: got {config.cluster.nodes} with trainer.start 'once', but only Slurm's srun reaches "
+        "the other nodes; use launcher: slurm, trainer.ray: true (a Ray driver) or start: every_node (torchrun)"
     )
 
 
