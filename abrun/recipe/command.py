@@ -13,7 +13,7 @@ from pydantic import Field, PlainValidator, field_validator
 
 from abrun.errors import RecipeError
 from abrun.recipe.refusals import shortened
-from abrun.recipe.run import Limits, Positive, RunConfig
+from abrun.recipe.run import RunConfig
 from abrun.recipe.section import Env, FieldError, RuleError, Section, rule
 from abrun.runs.layout import RUN_FILES
 from abrun.runs.redaction import REFERENCE
@@ -201,15 +201,10 @@ class Command(Section):
         return any("seed" in self._names_in(field, text) or "ABRUN_SEED" in text for field, text in templates)
 
 
-class CommandLimits(Limits):
-    start_s: Positive | None = None  # seconds from a command's start to its first step (default: stalled_s)
-
-
 class CommandRunConfig(RunConfig):
     """Resolved configuration of one run of an external trainer, as stored in its `config.json`."""
 
     trainer: Command
-    limits: CommandLimits = CommandLimits()
 
     @property
     def stalled_s(self) -> float:

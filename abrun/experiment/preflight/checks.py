@@ -172,8 +172,8 @@ def _find_missing_devices(config: RunConfig, machine: Machine) -> Iterator[str]:
     ranks, gpus = cluster.ranks_per_node, len(machine.gpus)
     if cluster.nodes > 1:
         yield (
-            f"cluster.nodes: got {cluster.nodes}, but the local launcher has only this machine; use launcher: "
-            "slurm or ray, or nodes: 1"
+            f"cluster.nodes: got {cluster.nodes}, but the local launcher has only this machine; use "
+            "launcher: slurm or ray, or nodes: 1"
         )
     devices, in_total = f"{ranks}", ""
     if engines:
@@ -277,7 +277,7 @@ def lone_command_refusal(config: RunConfig) -> str | None:
         return None
     return (
         f"cluster.nodes: got {config.cluster.nodes} with trainer.start 'once', but only Slurm's srun reaches "
-        "the other nodes; use launcher: slurm, trainer.ray: true (a Ray driver) or start: every_node (torchrun)"
+        "the other nodes; use launcher: slurm, trainer.ray: true (Ray drivers) or start: every_node"
     )
 
 
