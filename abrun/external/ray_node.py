@@ -2,16 +2,18 @@
 
 Runs in the trainer's interpreter, which need not have abrun. The first node starts Ray's head, waits until
 all nodes have joined and becomes the command, with RAY_ADDRESS; every other node becomes a node of Ray. Ray's
-processes end with the process that starts them.
+files are in FOLDER, and its processes end with the process that starts them.
 """
 
 import ctypes
+import importlib
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+from typing import Any
 
 POLL_S = 0.5
 PR_SET_PDEATHSIG = 1
@@ -20,29 +22,29 @@ PR_SET_PDEATHSIG = 1
 def main() -> None:
     head, folder, *command = sys.argv[1:]
     host, _, port = head.rpartition(":")
-    num_nodes, node, gpus = (
-        os.environ[f"ABRUN_{name}"] for name in ("NUM_NODES", "NODE_RANK", "GPUS_PER_NODE")
-    )
+    nodes = os.environ["ABRUN_NODE_LIST"].split(",")
+    try:
+        ray: Any = importlib.import_module("ray")
+    except ImportError as error:
+        why = f"{sys.executable} on {socket.gethostname()} cannot import ray ({error})"
+        sys.exit(f"error: trainer.ray: {why}; pip install ray there, or set trainer.python")
+
     env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--log-color=false"]
-    # Ports of their own: several runs may share a machine, each with its cluster
-    start += [
-        "--disable-usage-stats",
-        f"--temp-dir={folder}",
-        f"--num-gpus={gpus}",
-        f"--dashboard-agent-listen-port={free_port()}",
-    ]
-    if int(node):
+    start += ["--disable-usage-stats", f"--temp-dir={folder}", f"--num-gpus={env['ABRUN_GPUS_PER_NODE']}"]
+    # Several runs may share a machine, each with its cluster
+    start.append(f"--dashboard-agent-listen-port={free_port()}")
+    if env["ABRUN_NODE_RANK"] != "0":
         address = wait_for_head(host, int(port))
         start += [f"--node-ip-address={address}", f"--address={socket.gethostbyname(host)}:{port}"]
         os.execve(start[0], start, env)
-    others = [name for name in os.environ["ABRUN_NODE_LIST"].split(",")[1:] if name]
-    address = own_address(others[0]) if others else "127.0.0.1"
+
+    address = own_address(nodes[1]) if len(nodes) > 1 else "127.0.0.1"
     start += ["--head", f"--node-ip-address={address}", f"--port={port}", "--include-dashboard=false"]
     start.append(f"--ray-client-server-port={free_port()}")
-    ray = subprocess.Popen(start, env=env, start_new_session=True, preexec_fn=end_with_parent)
+    process = subprocess.Popen(start, env=env, start_new_session=True, preexec_fn=end_with_parent)
     env["RAY_ADDRESS"] = f"{address}:{port}"
-    wait_for_nodes(env["RAY_ADDRESS"], int(num_nodes), ray)
+    wait_for_nodes(ray, env["RAY_ADDRESS"], int(env["ABRUN_NUM_NODES"]), process)
     os.execvpe(command[0], command, env)
 
 
@@ -73,34 +75,23 @@ def end_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def wait_for_nodes(address: str, num_nodes: int, head: "subprocess.Popen[bytes]") -> None:
+def wait_for_nodes(ray: Any, address: str, num_nodes: int, head: "subprocess.Popen[bytes]") -> None:
     """Return once all nodes have joined; exit if the head has ended."""
-    ray, num_alive = import_ray(), 0
-    while True:
+    num_alive = 0
+    while num_alive < num_nodes:
         if head.poll() is not None:
             sys.exit(f"error: trainer.ray: Ray's head ended with exit code {head.returncode}; see above")
+        before = num_alive
         try:
             if not ray.is_initialized():
                 ray.init(address=address, log_to_driver=False, logging_level="error")
-            was_alive, num_alive = num_alive, sum(member["Alive"] for member in ray.nodes())
-        except ConnectionError:
-            time.sleep(POLL_S)
-            continue
-        if num_alive != was_alive:
+            num_alive = sum(member["Alive"] for member in ray.nodes())
+        except ConnectionError:  # the head is starting
+            pass
+        if num_alive != before:
             print(f"trainer.ray: {num_alive} of {num_nodes} nodes have joined {address}", flush=True)
-        if num_alive >= num_nodes:
-            ray.shutdown()
-            return
         time.sleep(POLL_S)
-
-
-def import_ray():
-    try:
-        import ray  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        why = f"{sys.executable} on {socket.gethostname()} cannot import ray ({error})"
-        sys.exit(f"error: trainer.ray: {why}; pip install ray there, or set trainer.python")
-    return ray
+    ray.shutdown()
 
 
 if __name__ == "__main__":
