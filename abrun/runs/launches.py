@@ -118,10 +118,11 @@ def read_first_node(run: RunDir) -> FirstNode:
 
 
 def measure_clock(run: RunDir, node: int) -> float:
-    """Return by how many seconds this machine's clock is ahead of the one that stamps the run's files."""
-    path = run.path / layout.NODES / f"clock-{node:04d}.json"
+    """Return the least seconds by which this machine's clock is ahead of the one that stamps files."""
+    path, before_s = run.path / layout.NODES / f"clock-{node:04d}.json", time.time()
     write_json(path, {}, durable=False)
-    return time.time() - path.stat().st_mtime
+    stamp_s = path.stat().st_mtime
+    return max(before_s - stamp_s, 0.0) + min(time.time() - stamp_s, 0.0)
 
 
 def read_endings(run: RunDir, previous_attempt: int, output: str) -> list[Reason]:

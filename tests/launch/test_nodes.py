@@ -1,6 +1,7 @@
 """Nodes of a run compare themselves with the first before they start: one line about what differs."""
 
 import socket
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from abrun.experiment.command import Rendezvous, find_free_port
 from abrun.launch import node
 from abrun.launch.prepare import write_run_record
 from abrun.recipe.experiment import BASELINE, load_recipe
+from abrun.runs import launches
 from abrun.runs.layout import RunName
 from abrun.runs.rundir import RunDir
 
@@ -61,7 +63,7 @@ def test_a_node_that_differs_from_the_first_is_named(
         monkeypatch.setattr(node, "PACKAGE", tmp_path)
         words = r"has abrun's code [0-9a-f]{8}, but "
     else:
-        monkeypatch.setattr(node, "measure_clock", lambda run, node: 7.2)
+        monkeypatch.setattr(launches.time, "time", lambda clock=time.time: clock() - 7.2)
         words = r"are 7 s apart; synchronise them"
     with pytest.raises(LaunchError, match=f"^{socket.gethostname()}: .*{words}"):
         start(run, port, 1)
