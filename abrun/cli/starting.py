@@ -58,7 +58,8 @@ def init(
         str | None, typer.Option(help="With --kind recipe: a preset, a folder or a hub name.")
     ] = None,
     trainer: Annotated[
-        str | None, typer.Option(help="With --kind external: trl, verl, nemo-rl, skyrl, other.")
+        str | None,
+        typer.Option(help="With --kind external: trl, verl, nemo-rl, skyrl, torchtitan, fast-llm, other."),
     ] = None,
     recipe: Annotated[
         str | None, typer.Option(help="With --kind regression: recipe to train on every pull request.")

@@ -11,6 +11,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -61,6 +62,7 @@ from abrun.runs.redaction import current_mask, hide_secrets_of, hide_values
 from abrun.runs.rundir import RunDir
 from abrun.runs.writer import FencedError, LostRowsError, RunWriter, begin_attempt
 
+RAY_NODE = Path(__file__).with_name("ray_node.py")
 POLL_S = poll_interval(1.0)
 # Launchers wait 35 s before they kill.
 GRACE_S = 30.0
@@ -69,7 +71,7 @@ STALL_FACTOR = 10
 # Between questions to Slurm about the job of `sbatch --wait`, which prints this line.
 ASK_SLURM_S = poll_interval(10.0)
 SUBMITTED = r"^Submitted batch job (\d+)"
-LIMITS = (Code.TIME_LIMIT_REACHED, Code.STALL_LIMIT_REACHED)
+LIMITS = (Code.TIME_LIMIT_REACHED, Code.START_LIMIT_REACHED, Code.STALL_LIMIT_REACHED)
 # Exit codes, the same as those of abrun.trainer and its agent.
 FAILED, INTERRUPTED, TIMED_OUT = 1, 3, 124
 
@@ -139,7 +141,7 @@ class _Run:
         with (
             catch_stop_signals() as requests,
             capture_output(log, log_bytes, current_mask().hide_bytes),
-            _running(call.argv, self._env, self._run_dir) as process,
+            _running(self._config, call, self._env, self._run_dir) as process,
         ):
             self._report_progress()
             status, stop_reason = self._follow(process, requests)
@@ -169,6 +171,8 @@ class _Run:
 
     @property
     def _stall_limit_s(self) -> float:
+        if not self._step and (start_s := self._config.limits.start_s):
+            return start_s
         return max(self._config.stalled_s, STALL_FACTOR * self._longest_step_s)
 
     def _wait_in_queue(self, now: float) -> None:
@@ -196,6 +200,8 @@ class _Run:
         silent_s = now - max(self._last_step_s, self._pauses.running_since_s())
         if silent_s > self._stall_limit_s:
             step = self._follower.last_step
+            if limits.start_s and not self._step:
+                return Code.START_LIMIT_REACHED(limit_s=limits.start_s)
             return Code.STALL_LIMIT_REACHED(silence=Code.NO_NEW_STEP(step=step, silent_s=round(silent_s)))
         return None
 
@@ -295,21 +301,34 @@ def _fill_command(
 
 
 @contextlib.contextmanager
-def _running(argv: Sequence[str], env: Mapping[str, str], run_dir: RunDir) -> Iterator[Popen]:
-    """Run the command in its own process group; kill everything that is left of it at the end."""
+def _running(
+    config: CommandRunConfig, call: Invocation, env: Mapping[str, str], run_dir: RunDir
+) -> Iterator[Popen]:
+    """Run this node's process in its own process group; kill everything that is left of it at the end.
+
+    It is the command, or with `trainer.ray` what starts Ray here, and on the first node then the command.
+    """
     adopt_orphans()
-    try:
-        process = start_process(argv, env, death_signal=signal.SIGKILL, process_group=0)
-    except OSError as error:
-        raise LaunchError(
-            f"trainer.argv: got {argv[0]!r}, which cannot be started: {error.strerror}; give the path of "
-            "an executable file"
-        ) from None
-    try:
-        yield process
-    finally:
-        kill_all(lambda: find_descendants(os.getpid()) | find_run_processes(run_dir.path))
-        process.wait()
+    with contextlib.ExitStack() as stack:
+        argv = call.argv
+        if config.trainer.ray:
+            # Where Ray's defaults are, a cluster of this machine's may have its own
+            folder = tempfile.TemporaryDirectory(prefix="abrun-ray-", ignore_cleanup_errors=True)
+            head = f"{env['ABRUN_HEAD_ADDRESS']}:{env['ABRUN_PORT']}"
+            argv = [call.python, str(RAY_NODE), head, stack.enter_context(folder), *argv]
+        try:
+            process = start_process(argv, env, death_signal=signal.SIGKILL, process_group=0)
+        except OSError as error:
+            field = "python" if config.trainer.ray else "argv"
+            raise LaunchError(
+                f"trainer.{field}: got {argv[0]!r}, which cannot be started: {error.strerror}; give the path "
+                "of an executable file"
+            ) from None
+        try:
+            yield process
+        finally:
+            kill_all(lambda: find_descendants(os.getpid()) | find_run_processes(run_dir.path))
+            process.wait()
 
 
 def _run_on_other_node(run_dir: RunDir, config: CommandRunConfig, record: RunRecord, node: int) -> int:
@@ -320,22 +339,24 @@ def _run_on_other_node(run_dir: RunDir, config: CommandRunConfig, record: RunRec
     before = max((launch.attempts for launch in run_dir.launches()), default=0)
     call, env = _fill_command(run_dir, config, record, before + 1)
     log, log_start, oom_kills = run_dir.node_log(node), run_dir.log_size(node), count_oom_kills()
-    ended_s = math.inf
+    end_s, has_ray = math.inf, config.trainer.ray
     with (
         catch_stop_signals() as requests,
         capture_output(log, int(config.limits.log_mib * 2**20), current_mask().hide_bytes),
-        _running(call.argv, env, run_dir) as process,
+        _running(config, call, env, run_dir) as process,
     ):
         while (
-            status := wait_for_exit(process, POLL_S, lambda: requests.first_signal)
-        ) is None and requests.first_signal is None:
+            status := wait_for_exit(process, POLL_S, lambda: requests.first_signal and not has_ray)
+        ) is None and time.monotonic() < end_s:
             reap_orphans({process.pid})
-            first = run_dir.attempt()
-            if first.number > before and first.status != "running":
-                ended_s = min(ended_s, time.monotonic())
-            if time.monotonic() > ended_s + GRACE_S:
-                break
-        if status is None:
+            first, now = run_dir.attempt(), time.monotonic()
+            if first.number > before and first.status != "running":  # the end of Ray's head is no failure
+                if has_ray:
+                    break
+                end_s = min(end_s, now + GRACE_S)
+            elif requests.first_signal:  # Ray's nodes stay until its driver has saved
+                end_s = min(end_s, now + GRACE_S if has_ray else now)
+        if status is None and not has_ray:  # a node of Ray would wait for its tasks
             end_group(process, GRACE_S, lambda: requests.is_forced)
     if not status:
         return 0
@@ -372,7 +393,7 @@ def describe_environment(
     `python`: the command's interpreter, if it is not the first word of `argv`.
     """
     interpreter = argv[0] if re.fullmatch(r"python[\d.]*", Path(argv[0]).name) else None
-    answer = _query_interpreter(python or interpreter, packages, env)
+    answer = query_interpreter(python or interpreter, packages, env)
     return {
         "python": answer.get("python"),
         "versions": {name: answer.get("versions", {}).get(name) for name in packages},
@@ -383,7 +404,7 @@ def describe_environment(
     }
 
 
-def _query_interpreter(python: str | None, packages: Sequence[str], env: Mapping[str, str]) -> dict[str, Any]:
+def query_interpreter(python: str | None, packages: Sequence[str], env: Mapping[str, str]) -> dict[str, Any]:
     """Return what the command's own interpreter reports about itself, or {} if there is none to ask."""
     program = python and shutil.which(python, path=env.get("PATH"))
     if not program:

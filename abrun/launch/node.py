@@ -1,13 +1,16 @@
 """`python -m abrun.launch.node RUN_DIR HOST:PORT GRACE_S SEEN_ON [NODE]`: one node of a run in a cluster job.
 
-Checks that this node sees the run directory and has what the run needs, and then becomes the agent of the
-node's ranks. Prints one line if something is missing. SEEN_ON is the host that has the run directory. NODE is
-this node's index in the run, by default srun's task number.
+Checks that this node sees the run directory, has what the run needs and does not differ from the run's first
+node, and then becomes the agent of the node's ranks. Prints one line about a problem. SEEN_ON is the host
+that has the run directory. NODE is this node's index in the run, by default srun's task number.
 """
 
+import hashlib
 import os
+import platform
 import socket
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,16 +18,22 @@ from pathlib import Path
 from abrun.errors import AbrunError, LaunchError
 from abrun.experiment.command import Rendezvous, run_command, run_environment
 from abrun.experiment.preflight.checks import node_refusals
-from abrun.experiment.preflight.machine import this_machine
+from abrun.experiment.preflight.machine import Machine, this_machine
+from abrun.external.run import query_interpreter
 from abrun.recipe.command import CommandRunConfig
 from abrun.recipe.experiment import parse_stored_run
+from abrun.recipe.run import RunConfig
 from abrun.runs.files import open_log
-from abrun.runs.launches import write_ending
+from abrun.runs.launches import measure_clock, read_first_node, write_ending, write_first_node
+from abrun.runs.records import FirstNode
 from abrun.runs.rundir import RunDir
 
 FAILED = 2
+PACKAGE = Path(__file__).parents[1]
 # Positions of a run's GPUs among those of its node, if it shares them with other runs of the job
 GPU_POSITIONS = "ABRUN_GPU_POSITIONS"
+FIRST_NODE_TIMEOUT_S = 120.0  # some file systems show a new file after a minute
+MAX_CLOCK_DIFFERENCE_S = 5.0
 
 
 def main() -> int:
@@ -57,6 +66,8 @@ def make_agent_command(run: RunDir, meeting: Rendezvous, seen_on: str) -> tuple[
     problems = node_refusals(config, machine)
     if problems:
         raise LaunchError(f"{host}: {problems[0]}")
+    if config.started_nodes > 1:
+        _compare_with_first_node(run, config, machine, meeting)
     # The agent limits the size of the log, as on a single machine.
     is_command = isinstance(config, CommandRunConfig)
     if meeting.node == 0 or is_command:
@@ -69,6 +80,44 @@ def make_agent_command(run: RunDir, meeting: Rendezvous, seen_on: str) -> tuple[
     if is_command and "SLURM_JOB_ID" in env:
         env = _allow_steps(env, config.cluster.nodes)
     return run_command(run.path, config, meeting), env
+
+
+def _compare_with_first_node(run: RunDir, config: RunConfig, machine: Machine, meeting: Rendezvous) -> None:
+    """Write this node's software and clock if it is the first, else compare. Raises LaunchError."""
+    host, (head, _, port) = socket.gethostname(), meeting.address.rpartition(":")
+    code = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(PACKAGE.rglob("*.py"))))
+    versions = {"abrun's code": code.hexdigest()[:8], "Python": platform.python_version(), **machine.packages}
+    if isinstance(config, CommandRunConfig) and (names := config.trainer.versions_of):
+        python = config.trainer.python or sys.executable
+        trainer_versions = query_interpreter(python, names, os.environ).get("versions", {})
+        versions |= {f"{name} in {python}": version for name, version in trainer_versions.items()}
+    clock_s = measure_clock(run, meeting.node)
+    if meeting.node == 0:
+        try:
+            socket.create_server(("", int(port))).close()
+        except OSError as error:
+            raise LaunchError(f"{host}: port {port}, where the nodes meet: {error.strerror}") from None
+        write_first_node(run, FirstNode(start=meeting.address, host=host, clock_s=clock_s, versions=versions))
+        return
+    deadline = time.monotonic() + FIRST_NODE_TIMEOUT_S
+    while (first := read_first_node(run)).start != meeting.address:
+        if time.monotonic() > deadline:
+            raise LaunchError(
+                f"{host}: does not see what {head} wrote to {run.path} {FIRST_NODE_TIMEOUT_S:.0f} s ago; "
+                "launch with --runs-dir on a file system that all nodes share"
+            )
+        time.sleep(0.2)
+    if (apart_s := abs(clock_s - first.clock_s)) > MAX_CLOCK_DIFFERENCE_S:
+        raise LaunchError(
+            f"{host}: its clock and that of {first.host} are {apart_s:.0f} s apart; synchronise them"
+        )
+    for name in sorted(versions.keys() | first.versions.keys()):
+        here, there = versions.get(name), first.versions.get(name)
+        if here != there:
+            raise LaunchError(
+                f"{host}: has {name} {here or '(none)'}, but {first.host} {there or '(none)'}; install the "
+                "same on all nodes"
+            )
 
 
 def _allow_steps(env: Mapping[str, str], nodes: int) -> dict[str, str]:

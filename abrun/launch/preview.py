@@ -195,9 +195,13 @@ def _render_commands(plan: ExperimentPlan) -> list[RenderableType]:
                 quoted = f'"{value}"' if REFERENCE.fullmatch(value) else shlex.quote(value)
                 variables += f"{name}={quoted} "
             where = f", with metrics in {call.metrics_path}"
-            if (nodes := run.config.cluster.nodes) > 1:
-                first, every = f"the first of {nodes}", f"each of {nodes} nodes, NODE_RANK 0 to {nodes - 1}"
-                where = f" on {every if run.config.started_nodes > 1 else f'{first} nodes'}{where}"
+            nodes, trainer = run.config.cluster.nodes, run.config.trainer
+            if nodes > 1 and trainer.start == "every_node":
+                where = f" on each of {nodes} nodes, NODE_RANK 0 to {nodes - 1}{where}"
+            elif nodes > 1:
+                where = f" on the first of {nodes} nodes{where}"
+            if trainer.ray:
+                where += f"; first, Ray of {call.python} starts on {count_text(nodes, 'node')}"
             renderables.append(_heading(f"The command of {run.name}{where}"))
             renderables.append(Text(printable(variables + shlex.join(call.argv))))
     return renderables

@@ -50,7 +50,7 @@ NO_RETRY_CODES = (Code.TIME_LIMIT_REACHED, Code.ALIAS_NOT_LOGGED)
 # Printed errors that name a cause. A lost peer is only an effect.
 CAUSE_CODES = (
     *(Code.NODE_LOST, Code.KILLED, Code.OUT_OF_MEMORY_KILLED),
-    *(Code.TIME_LIMIT_REACHED, Code.STALL_LIMIT_REACHED),
+    *(Code.TIME_LIMIT_REACHED, Code.START_LIMIT_REACHED, Code.STALL_LIMIT_REACHED),
 )
 FOREIGN_ERROR = r"^error: (.+)"  # format of programs such as uv and cargo
 # Agents give their ranks 30 s between SIGTERM and SIGKILL.

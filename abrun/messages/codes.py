@@ -141,9 +141,9 @@ class Code(StrEnum):
     FOREIGN_TEXT, EXIT_CODE, KILLED, OUT_OF_MEMORY_KILLED = auto(), auto(), auto(), auto()
     SEE_LOG, SEVERAL_ERRORS, RANK_FAILED, EXCEPTION, RANKS_LOST = auto(), auto(), auto(), auto(), auto()
     RANKS_NOT_FOUND, COLLECTIVE_TIMED_OUT, MEMORY_RAN_OUT, NODE_LOST = auto(), auto(), auto(), auto()
-    TIME_LIMIT_REACHED, STALL_LIMIT_REACHED, RANKS_SILENT, NODES_SILENT = auto(), auto(), auto(), auto()
+    TIME_LIMIT_REACHED, START_LIMIT_REACHED, STALL_LIMIT_REACHED = auto(), auto(), auto()
+    RANKS_SILENT, NODES_SILENT, NODE_FAILED = auto(), auto(), auto()
     NO_NEW_STEP, NO_SIGN_OF_LIFE, STOPPED_BY_SIGNAL, ALIAS_NOT_LOGGED = auto(), auto(), auto(), auto()
-    NODE_FAILED = auto()
 
     # Gate: what an answer does not cover
     GATE_AGE, GATE_ENVIRONMENT, GATE_ADD_TO_INCUMBENT = auto(), auto(), auto()

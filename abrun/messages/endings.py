@@ -81,6 +81,7 @@ MESSAGES: dict[Code, Message] = {
     Code.MEMORY_RAN_OUT: _memory_ran_out,
     Code.NODE_LOST: "{node} is lost: {error}",
     Code.TIME_LIMIT_REACHED: "limits.run_s: not finished after {limit_s:g} s",
+    Code.START_LIMIT_REACHED: "limits.start_s: no step within {limit_s:g} s of the start",
     Code.STALL_LIMIT_REACHED: "limits.stalled_s: {silence}",
     Code.RANKS_SILENT: _ranks_silent,
     Code.NODES_SILENT: _nodes_silent,

@@ -69,6 +69,8 @@ class Command(Section):
     argv: list[str] = Field(min_length=1)
     # Nodes that run the command: the first (a Ray driver, or a script that calls srun) or all (torchrun)
     start: Literal["once", "every_node"] = "once"
+    # The command is a Ray driver: start a Ray cluster of its own on the run's nodes, for RAY_ADDRESS
+    ray: bool = False
     env: Env = Field(default={})  # secrets as ${NAME}; what is typed here is stored
     parameters: dict[str, Annotated[Scalar, PlainValidator(_check_scalar)]] = Field(default={})
     metrics: MetricsLog
@@ -102,6 +104,14 @@ class Command(Section):
                     "or drop it"
                 )
         self._refuse_run_files()
+
+    @rule
+    def _check_start(self) -> None:
+        if self.ray and self.start != "once":
+            raise RuleError(
+                f"trainer.start: got {self.start!r} with ray: true, but a Ray driver runs once, on the first "
+                "node; drop one of the two"
+            )
 
     def _refuse_run_files(self) -> None:
         """Raise RuleError if a template names one of abrun's own files: they record what a run did."""
@@ -203,7 +213,8 @@ class CommandRunConfig(RunConfig):
 
     @property
     def started_nodes(self) -> int:
-        return self.cluster.nodes if self.trainer.start == "every_node" else 1
+        """Return the number of nodes on which abrun starts processes; a command may use more by itself."""
+        return self.cluster.nodes if self.trainer.ray or self.trainer.start == "every_node" else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

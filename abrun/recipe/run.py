@@ -108,6 +108,7 @@ class Limits(Section):
     run_s: Positive | None = None  # seconds after a start at which the run saves a checkpoint and fails
     # Seconds without a sign of life from any rank (default 600), or without a new step of a command (1800)
     stalled_s: Positive | None = None
+    start_s: Positive | None = None  # seconds until a command's first step (default: stalled_s)
     # Maximum restarts after failures; there is none if the failed start got no further than the one before
     retries: Annotated[int, Field(ge=0, lt=100)] = 1
     log_mib: Annotated[float, Field(ge=1)] = 64.0  # maximum size of stdout.log; its head and tail are kept
@@ -197,6 +198,14 @@ class OwnRunConfig(RunConfig):
     keep_samples: KeptSamples | None = KeptSamples()  # with a policy gradient; null: no samples
     # Fault for the verdict to detect: a name of docs/reference/faults.md, or a section
     injected_fault: Annotated[InjectedFault | None, ACCEPT_FAULT_NAME_OR_NONE] = None
+
+    @rule
+    def _check_limits(self) -> None:
+        if self.limits.start_s:
+            raise RuleError(
+                f"limits.start_s: got {self.limits.start_s:g}, which limits trainers of type 'command'; use "
+                "limits.stalled_s"
+            )
 
     @rule
     def _check_sharing(self) -> None:

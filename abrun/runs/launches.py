@@ -4,6 +4,7 @@ A launcher writes `config.json`, and `launch.json` with every start and how it s
 """
 
 import contextlib
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -16,7 +17,7 @@ from abrun.runs import layout
 from abrun.runs.files import read_as, read_json, sync_folder, wrap_write_errors, write_json
 from abrun.runs.lines import LineWriter
 from abrun.runs.owner import Owner, process_fields, this_machine_fields, this_process_fields
-from abrun.runs.records import SCHEMA_VERSION, Launch, Launches, RunRecord, Status, message_fields
+from abrun.runs.records import SCHEMA_VERSION, FirstNode, Launch, Launches, RunRecord, Status, message_fields
 from abrun.runs.redaction import one_line
 from abrun.runs.rundir import RunDir
 
@@ -102,6 +103,26 @@ def write_ending(run: RunDir, writer: str, previous_attempt: int, reason: Reason
             content = {"after": previous_attempt, "reason": encode_reasons(reason)}
             return write_json(path, content, durable=False)
     print_reason(reason)
+
+
+def write_first_node(run: RunDir, node: FirstNode) -> None:
+    write_json(run.path / layout.NODES / "first.json", asdict(node), durable=False)
+
+
+def read_first_node(run: RunDir) -> FirstNode:
+    """Return what the first node of a run wrote at its last start; empty before the first."""
+    with contextlib.suppress(StoreError, OSError):
+        os.listdir(run.path / layout.NODES)  # a network client may cache the absence of single names
+        return read_as(FirstNode, run.path / layout.NODES / "first.json")
+    return FirstNode()
+
+
+def measure_clock(run: RunDir, node: int) -> float:
+    """Return the least seconds by which this machine's clock is ahead of the one that stamps files."""
+    path, before_s = run.path / layout.NODES / f"clock-{node:04d}.json", time.time()
+    write_json(path, {}, durable=False)
+    stamp_s = path.stat().st_mtime
+    return max(before_s - stamp_s, 0.0) + min(time.time() - stamp_s, 0.0)
 
 
 def read_endings(run: RunDir, previous_attempt: int, output: str) -> list[Reason]:

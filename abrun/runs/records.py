@@ -176,6 +176,16 @@ class NodeStatus:
     ranks: Items[SilentRank] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstNode:
+    """A run's first node at a start, with which the others compare themselves: `nodes/first.json`."""
+
+    start: str = ""  # address where the nodes of this start meet
+    host: str = ""
+    clock_s: float = 0.0  # by how much its clock is ahead of the file system's
+    versions: Mapping[str, str | None] = field(default_factory=dict)  # by name of what is installed
+
+
 def attempt_file(folder: Path, number: int) -> Path:
     return folder / f"{number:04d}.json"
 

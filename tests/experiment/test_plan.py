@@ -43,7 +43,7 @@ def test_a_dry_run_says_where_a_command_starts(start: str) -> None:
     shown = " ".join(dry_run(make_plan(load_recipe(FOREIGN, [*settings, *more]))).split())
     assert f"The command of baseline/seed-0 on {WHERE[start]}, " in shown
     assert "foreign_trainer.py NODE_RANK 7 0.5" in shown
-    assert "which only Slurm starts on several nodes; use launcher: slurm" in shown
+    assert "has only this machine; use launcher: slurm or ray, or nodes: 1" in shown
 
 
 def test_runs_are_interleaved_by_pair() -> None:

@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 from abrun.errors import LaunchError
+from abrun.experiment.command import find_free_port
 from abrun.experiment.plan import ExperimentPlan, RunName, make_plan
 from abrun.external import run as external_run
 from abrun.external.run import MetricsFollower
@@ -119,6 +120,101 @@ def test_time_in_the_queue_of_slurm_is_no_stall(
     assert start(directory).wait(60) == code
     said = read_json(tmp_path / "seen.json").get("activity")
     assert said == ("Slurm job 7 is queued" if answer == "PENDING" else None)
+
+
+def test_a_command_has_a_limit_of_its_own_until_its_first_step(tmp_path: Path) -> None:
+    rows = "echo 1,2 >> {run_dir}/m.csv; echo 2,2 >> {run_dir}/m.csv"  # a step counts once another follows
+    script = f"echo step,a > {{run_dir}}/m.csv; sleep 2; {rows}; sleep 60"
+    directory = prepared(tmp_path, "limits={start_s: 60, stalled_s: 0.5}", *commands(script))
+    assert start(directory).wait(60) == external_run.TIMED_OUT
+    reason = recorded_reason(RunDir(directory).attempt())
+    assert reason and reason.code == Code.STALL_LIMIT_REACHED and reason["silence"]["step"] == 1
+    directory = prepared(tmp_path / "late", "limits.start_s=1", *commands(script))
+    assert start(directory).wait(60) == external_run.TIMED_OUT
+    assert recorded_reason(RunDir(directory).attempt()) == Code.START_LIMIT_REACHED(limit_s=1.0)
+
+
+FAKE_RAY = """
+import os, pathlib
+members = pathlib.Path({folder!r})
+def init(address, **options):
+    if not (members / "head").exists():
+        raise ConnectionError
+    assert (members / "head").read_text() == address
+def is_initialized(): return False
+def shutdown(): pass
+def nodes(): return [{{"Alive": True}} for _ in members.iterdir()]
+"""
+FAKE_RAY_START = """
+import os, pathlib, socket, sys, time
+members = pathlib.Path({folder!r})
+options = dict(word.partition("=")[::2] for word in sys.argv)
+if "--head" in options and {ends}:
+    sys.exit(5)
+if "--head" in options:
+    server = socket.create_server(("", int(options["--port"])))
+    (members / "head").write_text(options["--node-ip-address"] + ":" + options["--port"])
+else:
+    (members / "node").write_text(options["--address"])
+print("temporary", options["--temp-dir"], flush=True)
+time.sleep(600)
+"""
+
+
+def with_fake_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, ends: bool) -> Path:
+    """Put a Ray on the path that only tells who has joined; return the folder of the members."""
+    (members := tmp_path / "members").mkdir()
+    scripts = tmp_path / "site" / "ray" / "scripts"
+    scripts.mkdir(parents=True)
+    (scripts.parent / "__init__.py").write_text(FAKE_RAY.format(folder=str(members)))
+    (scripts / "scripts.py").write_text(FAKE_RAY_START.format(folder=str(members), ends=ends))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"), prepend=os.pathsep)
+    return members
+
+
+def ray_driver(script: str) -> tuple[str, str]:
+    trainer, arms = commands(f"{script}; echo step,a > {{run_dir}}/m.csv; echo 1,2 >> {{run_dir}}/m.csv")
+    return trainer.replace('"start": "every_node"', '"ray": true'), arms
+
+
+@linux
+def test_a_ray_driver_gets_a_cluster_of_its_nodes_which_ends_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    members = with_fake_ray(tmp_path, monkeypatch, ends=False)
+    directory = prepared(tmp_path, "cluster.nodes=2", *ray_driver("echo said $RAY_ADDRESS; sleep 1"))
+    begin_launch(run := RunDir(directory), (), None)
+    port = find_free_port()
+    for name, value in {"HEAD_ADDRESS": "127.0.0.1", "PORT": port, "NODE_LIST": "a,127.0.0.1"}.items():
+        monkeypatch.setenv(f"ABRUN_{name}", str(value))
+    monkeypatch.setenv("RAY_ADDRESS", "another:1")
+    first = start(directory)
+    until(lambda: "1 of 2 nodes" in run.read_log())
+    monkeypatch.setenv("ABRUN_NODE_RANK", "1")
+    second = start(directory)
+    assert first.wait(60) == 0 and second.wait(60) in (0, -9)  # on one machine the first's end is its end
+    assert (members / "node").read_text() == f"127.0.0.1:{port}"
+    assert f"said 127.0.0.1:{port}\n" in run.read_log()
+    folder, _ = re.findall("^temporary (.*)", run.read_log(), re.MULTILINE)
+    assert not os.path.exists(folder)
+    assert not find_run_processes(directory)
+
+
+@linux
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_ray_that_does_not_start_is_one_line(
+    ends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if ends:
+        with_fake_ray(tmp_path, monkeypatch, ends=True)
+        why = "trainer.ray: Ray's head ended with exit code 5; see above"
+    else:
+        why = "cannot import ray (No module named 'ray'); pip install ray there, or set trainer.python"
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+        (tmp_path / "ray.py").write_text("raise ImportError(\"No module named 'ray'\")")
+    directory = prepared(tmp_path, *ray_driver("true"))
+    assert start(directory).wait(60) == 1
+    assert why in (RunDir(directory).attempt().message or "")
 
 
 def plan_of(*overrides: str) -> ExperimentPlan:

@@ -1,5 +1,7 @@
 """The templates for other frameworks: each plans and dry-runs as it ships."""
 
+import itertools
+import shlex
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,30 @@ def test_a_template_dry_runs_and_names_every_seed(path: Path, tmp_path: Path) ->
     assert any("{seed}" in word for word in recipe.trainer.argv)
     assert any("{steps}" in word for word in recipe.trainer.argv)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
+def test_a_template_dry_runs_on_two_nodes_as_its_comment_says(path: Path, tmp_path: Path) -> None:
+    comment = path.read_text().partition("\nname: ")[0].replace("\n# ", " ")
+    said = comment[comment.index("On two nodes") :].partition(" The arms")[0].partition("; abrun starts")[0]
+    words = shlex.split(said.partition(": ")[2])
+    settings = [
+        word for name, value in itertools.pairwise(words) if name == "--set" for word in (name, value)
+    ]
+    assert settings[:2] == ["--set", "cluster.nodes=2"]
+    recipe = load_recipe(path, settings[1::2])
+    assert isinstance(recipe, CommandRecipe) and recipe.started_nodes == 2
+    shown = CliRunner().invoke(
+        app, ["launch", str(path), "--plan-only", "--runs-dir", str(tmp_path), *settings]
+    )
+    assert shown.exit_code == 0, shown.output
+    output = " ".join(shown.output.split())
+    if recipe.trainer.ray:
+        assert "on the first of 2 nodes, with" in output and " starts on 2 nodes" in output
+    else:
+        assert "on each of 2 nodes, NODE_RANK 0 to 1, with" in output
+        assert all(word in output for word in ("rank=NODE_RANK", "HEAD_ADDRESS", "PORT"))
+    assert "NUM_NODES" in output
 
 
 def test_a_dollar_before_a_placeholder_is_refused() -> None:

@@ -26,6 +26,21 @@ SHORT = (
     "checkpoint.every=5",
     "algorithm.prompts_per_step=8",
 )
+DRIVER = f"""
+name: gang
+steps: 12
+trainer:
+  type: command
+  ray: true
+  argv: ["{{python}}", {ROOT}/tests/external/ray_driver.py, "{{num_nodes}}", "{{steps}}",
+         "{{run_dir}}/m.jsonl", "{{rate}}"]
+  parameters: {{rate: 0.02}}
+  metrics: {{format: jsonl, path: "{{run_dir}}/m.jsonl"}}
+cluster: {{nodes: 2}}
+arms: {{baseline: {{}}, treatment: {{trainer.parameters.rate: 0.0201}}}}
+seeds: [0, 1]
+compare: {{claims: [{{metric: train/loss, window: last 50%, margin: 0.5, climbs: false}}]}}
+"""
 WATCHED: dict[tuple[Path, int], Any] = {}  # one view of each experiment's jobs, as a watching abrun has
 WHATEVER_ELSE = ("timing/", "performance/", "memory/")
 
@@ -132,6 +147,24 @@ def is_past(experiment_dir: Path, reached: dict[str, int]) -> bool:
     """Whether a later attempt has made a step that none had made before; looks on as `abrun watch` does."""
     state(experiment_dir)
     return run(experiment_dir).last_attempt > 1 and run(experiment_dir).heartbeat().step > reached["baseline"]
+
+
+def marked(experiment_dir: Path, words: bytes = b"") -> list[int]:
+    """Every process of the experiment's runs, on whichever node; those with these words in their command."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if (
+                entry.name.isdigit()
+                and f"ABRUN_RUN_DIR={experiment_dir}/".encode() in (entry / "environ").read_bytes()
+                and words in (entry / "cmdline").read_bytes()
+            ):
+                found.append(int(entry.name))
+    return found
+
+
+def is_over(experiment_dir: Path) -> bool:
+    return not find_cluster_jobs(experiment_dir).active_job_ids  # pyright: ignore
 
 
 def ranks_of(directory: Path, rank: int) -> list[int]:

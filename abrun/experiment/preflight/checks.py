@@ -170,11 +170,10 @@ def _check_sizes(path: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
 def _find_missing_devices(config: RunConfig, machine: Machine) -> Iterator[str]:
     cluster, engines, count = config.cluster, config.engine_devices, config.devices_per_node
     ranks, gpus = cluster.ranks_per_node, len(machine.gpus)
-    if refusal := multi_node_command_refusal(config):
-        yield refusal
-    elif cluster.nodes > 1:
+    if cluster.nodes > 1:
         yield (
-            f"cluster.nodes: got {cluster.nodes}, but the local launcher has only this machine; use nodes: 1"
+            f"cluster.nodes: got {cluster.nodes}, but the local launcher has only this machine; use "
+            "launcher: slurm or ray, or nodes: 1"
         )
     devices, in_total = f"{ranks}", ""
     if engines:
@@ -272,14 +271,13 @@ def anywhere_refusals(plan: ExperimentPlan) -> list[str]:
     return [problem.text for problem in find_problems(plan, nowhere, checks=checks)]
 
 
-def multi_node_command_refusal(config: RunConfig) -> str | None:
-    """Return why only Slurm can start a run, if that is so."""
-    if config.cluster.nodes == 1 or not isinstance(config, CommandRunConfig):
+def lone_command_refusal(config: RunConfig) -> str | None:
+    """Return why only Slurm can start a run, if that is so: elsewhere a command reaches no other node."""
+    if config.started_nodes == config.cluster.nodes:
         return None
     return (
-        f"cluster.nodes: got {config.cluster.nodes} with trainer.type 'command', which only Slurm starts on "
-        "several nodes; use launcher: slurm, or nodes: 1, launcher: local and a command that submits a job "
-        "and waits for it, such as sbatch --wait (docs/how-to/run-on-a-cluster.md)"
+        f"cluster.nodes: got {config.cluster.nodes} with trainer.start 'once', but only Slurm's srun reaches "
+        "the other nodes; use launcher: slurm, trainer.ray: true (Ray drivers) or start: every_node"
     )
 
 

@@ -68,7 +68,9 @@ KIND_QUESTIONS = {
         default="qwen2-tiny",
     ),
     "external": Question(
-        option="--trainer", text="Trainer (trl, verl, nemo-rl, skyrl, other)", default=OTHER_TRAINER
+        option="--trainer",
+        text="Trainer (trl, verl, nemo-rl, skyrl, torchtitan, fast-llm, other)",
+        default=OTHER_TRAINER,
     ),
     "regression": Question(
         option="--recipe",

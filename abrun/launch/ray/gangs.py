@@ -27,6 +27,7 @@ from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImp
 )
 
 from abrun.errors import StoreError
+from abrun.experiment.command import NODE_LIST
 from abrun.experiment.plan import ExperimentPlan, group_pairs
 from abrun.launch.cluster import agent_grace_s, network_variables
 from abrun.launch.engine import Devices, StartedRun
@@ -324,10 +325,11 @@ class GangRun:
             node.status = status if not printed else None  # read all output first
 
     def _start_agents(self) -> None:
-        first_address = self.nodes[0].address
-        assert first_address is not None
+        addresses = [node.address for node in self.nodes if node.address]
+        first_address = addresses[0]
         python = self.settings.python or sys.executable
         env, grace_s = network_variables(self.settings.interface), agent_grace_s(self.settings.save_s)
+        env[NODE_LIST] = ",".join(address for _, address, _ in addresses)
         node_arguments = [
             str(self.run.path),
             f"{first_address[1]}:{first_address[2]}",

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from abrun.errors import LaunchError
 from abrun.experiment.plan import ExperimentPlan
-from abrun.experiment.preflight.checks import anywhere_refusals, multi_node_command_refusal
+from abrun.experiment.preflight.checks import anywhere_refusals, lone_command_refusal
 from abrun.experiment.preflight.settings import ray_refusal
 from abrun.launch.cluster import ACTIVE_STATUSES, ClusterJobs
 from abrun.messages.codes import in_words
@@ -231,7 +231,7 @@ class RayCluster(ClusterJobs):
 
     def find_problems(self, plan: ExperimentPlan) -> list[str]:
         """Return why no machine could run the plan. Raises LaunchError if no Ray answers."""
-        refusals = (multi_node_command_refusal(run.config) for run in plan.runs)
+        refusals = (lone_command_refusal(run.config) for run in plan.runs)
         reasons = [*anywhere_refusals(plan), *dict.fromkeys(filter(None, refusals))]
         for cluster in (run.config.cluster for run in plan.runs):
             if cluster.runs_per_gpu > 1 and cluster.gpus_per_node > 1:

@@ -135,7 +135,10 @@ def test_a_bad_answer_at_a_terminal_is_said_and_asked_again(
         (["--kind", "x"], "--kind: got 'x'; allowed: recipe, external, regression"),
         (["--kind", "recipe", "--name", "a/b", "--model", "qwen2-tiny"], "--name: got 'a/b'"),
         (["--kind", "recipe", "--name", "a", "--trainer", "trl"], "--trainer: got 'trl', but --kind recipe"),
-        (["--kind", "external", "--name", "a", "--trainer", "x"], "--trainer: got 'x'; allowed: nemo-rl"),
+        (
+            ["--kind", "external", "--name", "a", "--trainer", "x"],
+            "--trainer: got 'x'; allowed: fast-llm, nemo-rl",
+        ),
         (["--kind", "regression", "--name", "a", "--recipe", "quickstart"], "no compare.reference"),
     ],
 )

@@ -138,7 +138,7 @@ def test_a_command_on_several_nodes_is_refused_with_a_way_out(ray: FakeRay, tmp_
     command = f"arms.treatment={{trainer: {{type: command, argv: [x], metrics: {metrics}}}}}"
     with pytest.raises(LaunchError) as refusal:
         submit(planned(command, "cluster.nodes=2", "compare.claims=[]"), tmp_path)
-    assert "use launcher: slurm, or nodes: 1" in str(refusal.value) and "sbatch --wait" in str(refusal.value)
+    assert "but only Slurm's srun reaches the other nodes; use launcher: slurm" in str(refusal.value)
 
 
 def test_without_the_package_it_says_what_to_install(

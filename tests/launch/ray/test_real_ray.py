@@ -17,20 +17,24 @@ import pytest
 from abrun.launch.cluster import find_cluster_jobs
 from tests.launch.disturbed import (
     ARMS,
+    DRIVER,
     ROOT,
     abrun,
     at_step,
     check_end,
     check_resumed,
+    is_over,
     is_past,
     launch,
     lost_steps,
+    marked,
     ranks_of,
     run,
     seconds_until,
     sh,
     state,
     table_row,
+    verdict,
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -144,6 +148,25 @@ def test_what_is_cancelled_stays_so_until_it_is_resumed(
     table_row("abrun stop, then --resume", noticed_s, resumed_s, lost)
     assert lost == 0
     assert (experiment_dir / "_ray" / "job.json").read_text().count("-a2") == 1
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_driver_of_ray_trains_on_a_cluster_of_its_own_which_ends_with_it(
+    is_stopped: bool, cluster: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "gang.yaml").write_text(DRIVER)
+    steps = ("--set", "steps=400") if is_stopped else ()
+    where = ("--runs-dir", str(tmp_path), "--launcher", "ray", "--detach", "--exit-zero")
+    abrun("launch", str(tmp_path / "gang.yaml"), *where, *steps)
+    experiment_dir = tmp_path / "gang"
+    at_step(experiment_dir, 4)
+    if is_stopped:
+        abrun("stop", str(experiment_dir))
+    seconds_until(lambda: is_over(experiment_dir), within_s=400)
+    assert marked(experiment_dir) == []
+    if not is_stopped:
+        assert verdict(experiment_dir)["verdict"] == "MATCH"
+        assert {row["world"] for row in run(experiment_dir).metrics_reader().read()} == {2}
 
 
 def test_nodes_that_do_not_share_the_runs_are_found_before_training(cluster: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 the end is that of an undisturbed experiment. Prints a row for each fault."""
 
 import contextlib
+import importlib.util
 import json
 import os
 import re
@@ -20,14 +21,17 @@ from abrun.launch.cluster import find_cluster_jobs
 from abrun.watch import ExperimentReader
 from tests.launch.disturbed import (
     ARMS,
+    DRIVER,
     ROOT,
     abrun,
     at_step,
     check_end,
     check_resumed,
+    is_over,
     is_past,
     launch,
     lost_steps,
+    marked,
     ranks_of,
     run,
     seconds_until,
@@ -412,29 +416,21 @@ def submit_command(folder: Path, text: str, *settings: str) -> Path:
     return folder / "gang"
 
 
-def marked(experiment_dir: Path) -> list[Path]:
-    """Every process of the experiment's runs, on whichever node."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            if (
-                entry.name.isdigit()
-                and f"ABRUN_RUN_DIR={experiment_dir}/".encode() in (entry / "environ").read_bytes()
-            ):
-                found.append(entry)
-    return found
+needs_ray = pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None, reason="no ray: pip install -e '.[test,ray]'"
+)
+COMMANDS_OF_NODES = [GANG, pytest.param(DRIVER, marks=needs_ray)]
 
 
-def is_over(experiment_dir: Path) -> bool:
-    return not find_cluster_jobs(experiment_dir).active_job_ids  # pyright: ignore
-
-
-def test_ranks_of_another_trainer_on_two_nodes_get_a_verdict_and_leave_nothing(
-    cluster: Path, tmp_path: Path
+@pytest.mark.parametrize("recipe", COMMANDS_OF_NODES, ids=["torchrun", "ray"])
+def test_another_trainer_on_two_nodes_gets_a_verdict_and_leaves_nothing(
+    recipe: str, cluster: Path, tmp_path: Path
 ) -> None:
-    experiment_dir = submit_command(tmp_path, GANG)
+    experiment_dir = submit_command(tmp_path, recipe)
     at_step(experiment_dir, 4)
-    (pid,) = ranks_of(run(experiment_dir).path, 1)
+    raylets = {*marked(experiment_dir / "baseline" / "seed-0", b"raylet/raylet")}
+    pids = [pid for pid in raylets if b"ABRUN_NODE_RANK=1" in Path(f"/proc/{pid}/environ").read_bytes()]
+    (pid,) = pids or ranks_of(run(experiment_dir).path, 1)
     os.kill(pid, signal.SIGKILL)
     seconds_until(lambda: run(experiment_dir).launches()[0].status == "failed", within_s=30)
     assert (run(experiment_dir).launches()[0].message or "").startswith("node 1 (n2): exit code 1")
@@ -445,11 +441,12 @@ def test_ranks_of_another_trainer_on_two_nodes_get_a_verdict_and_leave_nothing(
     assert marked(experiment_dir) == []
 
 
+@pytest.mark.parametrize("recipe", COMMANDS_OF_NODES, ids=["torchrun", "ray"])
 @pytest.mark.parametrize("fault", ["stop", "kill"])
 def test_another_trainer_on_two_nodes_leaves_nothing_when_it_is_ended(
-    fault: str, cluster: Path, tmp_path: Path
+    fault: str, recipe: str, cluster: Path, tmp_path: Path
 ) -> None:
-    experiment_dir = submit_command(tmp_path, GANG, "steps=400", "seeds=[0]", "compare.claims=[]")
+    experiment_dir = submit_command(tmp_path, recipe, "steps=400", "seeds=[0]", "compare.claims=[]")
     at_step(experiment_dir, 4)
     if fault == "stop":
         abrun("stop", str(experiment_dir))

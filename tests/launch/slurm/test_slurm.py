@@ -229,6 +229,7 @@ def test_a_command_starts_on_the_nodes_that_it_asks_for_and_is_told_all(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(node, "node_refusals", lambda config, machine: [])
     monkeypatch.setattr(node.os, "dup2", lambda *fds: None)  # the output of this test
+    monkeypatch.setattr(node, "_compare_with_first_node", lambda *nodes: None)
     _, env = node.make_agent_command(run, Rendezvous(address="n1:7000", node=1, grace_s=1), "n1")
     told = {name.removeprefix("ABRUN_"): value for name, value in env.items() if name.startswith("ABRUN_")}
     assert told | {"RUN_DIR": "", "POLL_S": ""} == {
