@@ -1,5 +1,6 @@
 """Sentences on the outcome of a claim. A record takes the values of a code; its text is the sentence."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ from abrun.messages.numbers import (
     text_near_limit,
 )
 
+MAX_MARGINS = 3  # named of those after looking
 Detected = Mapping[str, Any] | None  # a difference whose interval excludes zero
 
 
@@ -249,6 +251,23 @@ def _power_now(power: Mapping[str, Any]) -> str:
     return "unknown" if power["power_now"] is None else f"{100 * power['power_now']:.0f} %"
 
 
+def _margins_after_looking(margins: Sequence[Mapping[str, Any]], min_pairs: int) -> str:
+    """Name the margins that bound the true difference although they are chosen after the data."""
+    has_several_arms = len({margin["arm"] for margin in margins}) > 1
+    texts = []
+    for margin in margins[:MAX_MARGINS]:
+        sign = "±" if margin["kind"] == "within" else "at most "
+        unit = difference_unit(margin["transform"]) + " worse" * (margin["kind"] != "within")
+        once, anytime = (f"{sign}{bound_text(margin[name])}{unit}" for name in ("once", "anytime"))
+        later = f"{anytime} read at any number of pairs"
+        if math.isinf(margin["anytime"]):
+            later = f"none if read again (that needs {min_pairs} pairs that vary)"
+        arm = f"{margin['arm']}: " * has_several_arms
+        texts.append(f"{arm}{margin['metric']} {once} read once, {later}")
+    more = f"; and {len(margins) - MAX_MARGINS} more" if len(margins) > MAX_MARGINS else ""
+    return f"valid at 95 % though chosen now: {'; '.join(texts)}{more}"
+
+
 # --- limits ---
 
 
@@ -422,6 +441,7 @@ MESSAGES: dict[Code, Message] = {
     Code.CLAIM_TOO_FEW_PAIRS: "{metric}: not tested: {pairs:count usable pair}, but equivalence needs at "
     "least two to estimate the spread (only step one, the guards and the divergence were checked)",
     Code.CLAIM_TOO_FEW_RUNS: "{metric}: not tested: equivalence needs at least two runs of each arm",
+    Code.MARGINS_AFTER_LOOKING: _margins_after_looking,
     Code.CLAIM_PASSES: _Passes,
     Code.CLAIM_FAILS: _Fails,
     Code.CLAIM_OPEN: _Open,

@@ -61,6 +61,7 @@ class Code(StrEnum):
     # Verdicts
     NO_CLAIM, NOTHING_CLAIMED, OF_ARM, MORE_FAULTS, GUARD_FAILS = auto(), auto(), auto(), auto(), auto()
     GUARD_OPEN, ONE_RUN_EACH, POST_HOC, PROMPTS_AS_UNITS = auto(), auto(), auto(), auto()
+    MARGINS_AFTER_LOOKING = auto()
 
     # Validity: problems that rule out a verdict
     NO_SHARED_SEED, UNPAIRED_SEEDS, BASELINE_FAILED, RERUN_FAILED = auto(), auto(), auto(), auto()

@@ -1,10 +1,12 @@
 """The outcome of a claim as a reason that promises no more than was tested."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from abrun.messages.codes import Code, Reason
 from abrun.runs.metric_names import FINAL_WEIGHTS
+from abrun.stats.anytime import MIN_PAIRS
 from abrun.verdict.claims import ASSUMED_PAIR_CORRELATION, assumed_improvement
 from abrun.verdict.results import ClaimResult, ClaimTerms
 
@@ -32,6 +34,24 @@ def outcome_reason(result: ClaimResult, *, has_recipe: bool = True, baseline_arm
     if terms.kind != "within":
         return _one_sided_reason(result, sample, detected, arms)
     return _equivalence_reason(result, sample, detected, arms)
+
+
+def after_looking_reason(results: Sequence[ClaimResult]) -> Reason | None:
+    """Return the smallest margins that may be claimed after the data were seen; None if none is known.
+
+    A margin is at least the farther end of the interval, of `not_worse` the end that is worse.
+    """
+    margins = []
+    for result in results:
+        terms, estimate = result.claim, result.estimate
+        ends = estimate.ci90, estimate.anytime_interval
+        if result.result == "not tested" or terms.kind not in ("within", "not_worse") or None in ends:
+            continue
+        sides = {"within": (-1, 1), "not_worse": (-1 if terms.better == "higher" else 1,)}[terms.kind]
+        once, anytime = (max(0.0, *(side * end[side > 0] for side in sides)) for end in ends if end)
+        values = {name: getattr(terms, name) for name in ("metric", "kind", "better", "transform")}
+        margins.append({**values, "arm": result.arm, "once": once, "anytime": anytime})
+    return Code.MARGINS_AFTER_LOOKING(margins=margins, min_pairs=MIN_PAIRS) if margins else None
 
 
 def _one_sided_reason(
