@@ -289,6 +289,7 @@ class _Limited(_Outcome):
         quantity = {
             "ratio": ratio,
             "excess": f"{ratio} of the excess over 1",
+            "spread": f"sd of {ratio}",
             "distance": f"the arms' distance, relative to how far {baseline} moved,",
         }.get(self.measure, f"the {self.measure} of {treatment}")
         value = "unknown" if self.limited is None else text_near_limit(self.limited, self.limit)
@@ -302,7 +303,7 @@ class _Limited(_Outcome):
         detected = self.detected
         if detected is None:
             return value
-        if self.measure in ("ratio", "excess"):
+        if self.measure in ("ratio", "excess", "spread"):
             return f"{value}, {detected['direction']} {self.agreeing_seeds(detected)}"
         baseline = arm_texts(self.arm, self.baseline_arm)[1]
         difference = difference_and_seeds_text(detected, self.arm, self.baseline_arm)
@@ -327,7 +328,8 @@ class _LimitBroken(_Limited):
 
     def __str__(self) -> str:
         margin = self.margin
-        broken = margin.replace("level ", "level not ", 1) if margin.startswith("level ") else f"not {margin}"
+        subject, _, rest = margin.partition(" ")
+        broken = f"{subject} not {rest}" if subject in ("level", "sd") else f"not {margin}"
         p_value = f"p = {self.p_beyond:.2g} if the limit held, Holm-corrected"
         return f"{self.metric}: {broken} over {self.sample} ({self.value}; {p_value}){self.clauses}"
 

@@ -1,4 +1,4 @@
-"""Margins that are chosen after looking: confidence intervals of a mean that hold at all sample sizes at once.
+"""Margins chosen after looking: confidence intervals of a mean that hold at all sample sizes at once.
 
 A margin may be chosen after the data if it bounds the true difference with 95 % confidence (Koobs and Koning
 2026, arXiv:2603.16213): |d| <= M is false with at most 5 % if M is the farther end of the 90 % t-interval,

@@ -8,19 +8,23 @@ from abrun.logs.recorded.experiment import RecordedRun, Sides, stack_runs
 from abrun.messages.codes import Code, Reason
 from abrun.recipe.claims import Claim, describe_claim
 from abrun.runs.metric_names import (
+    DIVERGENCE_RATE,
     FINAL_WEIGHTS,
     MEMORY_PEAK,
     Transform,
     default_reduction,
+    default_transform,
     find_metric,
     is_learned,
     is_memory,
 )
-from abrun.stats.equivalence import equivalence_test, limit_test
+from abrun.stats.equivalence import equivalence_test, limit_test, mean_and_sd
 from abrun.stats.one_sided import one_sided_pairs_needed
 from abrun.stats.rates import min_runs_of_rate
 from abrun.stats.series import Array, Series, Steps, clip_to_shared_steps, in_window, window_bounds
+from abrun.stats.spread import MIN_PAIRS, spread_test
 from abrun.verdict.claims import pairs_missing_reason
+from abrun.verdict.failure_rates import judge_divergence_rate
 from abrun.verdict.final_weights import measure_weight_distance
 from abrun.verdict.grids import find_grid_problems
 from abrun.verdict.guards import shared_memory_metrics, shared_peak_counter
@@ -57,8 +61,10 @@ def judge_limit(
     It holds if the one-sided 1 - alpha bound of the mean over seeds keeps it, and is broken if the opposite
     bound is beyond it. For a ratio, the mean is the geometric mean over pairs; for a metric on the
     scale `log_excess`, the ratio is that of the excesses over 1. Raises ComparisonError if the runs do not
-    hold the window.
+    hold the window. A rate of divergence counts runs, and has a module of its own.
     """
+    if claim.metric == DIVERGENCE_RATE:
+        return judge_divergence_rate(arm, sides, claim, rates)
     finished = sides.finished
     bounds = window_bounds(claim.window, grid, claim.metric) if len(grid) else None
     is_ratio = claim.limit is not None and claim.limit[1]
@@ -67,9 +73,9 @@ def judge_limit(
         window=claim.window,
         steps=bounds,
         num_steps=0,
-        transform="log_excess" if claim.is_limit_on_excess else "identity",
+        transform=_limit_transform(claim),
         reduction=_limit_reduction(claim.metric),
-        test="exact" if claim.exact else "ratio limit" if is_ratio else "limit",
+        test="exact" if claim.exact else "spread" if claim.sd else "ratio limit" if is_ratio else "limit",
         margin=None,
         margin_unit="",
         margin_number=claim.limit[0] if claim.limit else 0.0,
@@ -170,6 +176,8 @@ def _judge_level_or_ratio(
     assert claim.limit is not None
     if claim.metric == FINAL_WEIGHTS:
         return _judge_weight_distances(result, sides, claim.limit[0])
+    if claim.sd:
+        return _judge_spread(result, sides, bounds)
     limit, is_ratio = claim.limit
     transform: Transform = "log_excess" if claim.is_limit_on_excess else "log" if is_ratio else "identity"
     baseline, treatment = _levels_of_arms(sides, result.claim, bounds, "identity")
@@ -213,6 +221,36 @@ def _judge_level_or_ratio(
         are_scores=not is_ratio
         and all(np.isin(run.series(claim.metric).values, (0, 1)).all() for run in sides.treatments),
     )
+
+
+def _limit_transform(claim: Claim) -> Transform:
+    """Return the scale that a result names: of a spread the metric's own; that of a ratio goes without."""
+    if claim.sd:
+        return claim.transform or default_transform(claim.metric)
+    return "log_excess" if claim.is_limit_on_excess else "identity"
+
+
+def _judge_spread(result: ClaimResult, sides: Sides, bounds: tuple[int, int]) -> ClaimResult:
+    """Test the ratio of the spreads over seeds; independent arms are paired in order (abrun.stats.spread)."""
+    terms, num_pairs = result.claim, min(sides.sizes)
+    levels = _levels_of_arms(sides, terms, bounds, terms.transform)
+    baseline, treatment = (arm_levels[:num_pairs] for arm_levels in levels)
+    if not np.isfinite(np.concatenate(levels)).all():
+        return replace(result, problem=Code.VALUES_UNFIT(needed="number"))
+    if num_pairs < MIN_PAIRS or not np.ptp(baseline) > 1e-9 * np.abs(baseline).max():
+        return replace(result, problem=Code.SPREAD_NOT_SHOWN(needed=MIN_PAIRS, paired=terms.paired))
+    test = spread_test(baseline, treatment, terms.margin_number, terms.alpha)
+    estimate = replace(
+        result.estimate,
+        baseline_sd=mean_and_sd(baseline)[1],
+        treatment_sd=mean_and_sd(treatment)[1],
+        limited=test.ratio,
+        limited_interval=test.interval,
+        p_equivalence=test.p_below,
+        p_beyond=test.p_above,
+    )
+    holds = test.p_below < terms.alpha
+    return replace(result, estimate=estimate, result="holds" if holds else "undecided")
 
 
 def _levels_of_arms(

@@ -7,6 +7,7 @@ from typing import Any
 from abrun.messages.codes import Code, Reason
 from abrun.runs.metric_names import FINAL_WEIGHTS
 from abrun.stats.anytime import MIN_PAIRS
+from abrun.stats.rates import fisher_p
 from abrun.verdict.claims import ASSUMED_PAIR_CORRELATION, assumed_improvement
 from abrun.verdict.results import ClaimResult, ClaimTerms
 
@@ -25,7 +26,9 @@ def outcome_reason(result: ClaimResult, *, has_recipe: bool = True, baseline_arm
         return Code.EXACT_HOLDS(metric=terms.metric, over=sample)
     if terms.test == "exact":
         return Code.EXACT_BROKEN(metric=terms.metric, over=sample, where=estimate.detail)
-    if terms.test in ("limit", "ratio limit"):
+    if estimate.diverged:
+        return _rate_reason(result, arms)
+    if terms.test in ("limit", "ratio limit", "spread"):
         return _limit_reason(result, sample, detected, arms)
     if estimate.mean_difference is None or estimate.interval is None:
         if not terms.paired:
@@ -34,6 +37,23 @@ def outcome_reason(result: ClaimResult, *, has_recipe: bool = True, baseline_arm
     if terms.kind != "within":
         return _one_sided_reason(result, sample, detected, arms)
     return _equivalence_reason(result, sample, detected, arms)
+
+
+def _rate_reason(result: ClaimResult, arms: dict[str, str]) -> Reason:
+    terms, estimate = result.claim, result.estimate
+    assert estimate.diverged is not None
+    counts = estimate.diverged
+    return Code.DIVERGENCE_RATE(
+        result=result.result,
+        margin=terms.margin_text,
+        alpha=terms.alpha,
+        diverged=counts,
+        interval=estimate.limited_interval or estimate.interval,
+        p_equal=None if estimate.limited is not None else min(map(fisher_p, counts, counts[::-1])),
+        p_beyond=estimate.p_beyond_holm,
+        needed=result.power.pairs_needed,
+        **arms,
+    )
 
 
 def after_looking_reason(results: Sequence[ClaimResult]) -> Reason | None:
@@ -149,6 +169,8 @@ def _limit_reason(
         measure = "distance"
     elif terms.test == "ratio limit":
         measure = "excess" if terms.transform == "log_excess" else "ratio"
+    elif terms.test == "spread":
+        measure = "spread"
     values = {
         "metric": terms.metric,
         "margin": terms.margin_text,

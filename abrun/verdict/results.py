@@ -25,6 +25,8 @@ TestMethod = Literal[
     "limit",
     "ratio limit",
     "exact",
+    "exact rate",
+    "spread",
 ]
 SCORES: dict[Axis, str] = {"final": "final scores", "prompts": "all prompts"}
 ClaimOutcome = Literal["equivalent", "holds", "different", "undecided", "not tested"]
@@ -165,6 +167,8 @@ class ClaimEstimate:
     # Limits: the treatment's mean over seeds, or its ratio to the baseline.
     limited: float | None = None
     limited_interval: tuple[float, float] | None = None  # level 1 - 2 alpha
+    # Rates of divergence: how many runs diverged, of how many; of the baseline, of the treatment
+    diverged: tuple[tuple[int, int], tuple[int, int]] | None = None
     detail: Reason | None = None  # exact claims: the first difference
     # The baseline's mean climb up to the window's end; None without a direction.
     climb: float | None = None
