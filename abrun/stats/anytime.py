@@ -1,21 +1,20 @@
-"""Margins chosen after looking: confidence intervals of a mean that hold at all sample sizes at once.
+"""Margins that are chosen after looking: intervals of a mean that hold at all sample sizes at once.
 
 A margin may be chosen after the data if it bounds the true difference with 95 % confidence (Koobs and Koning
-2026, arXiv:2603.16213): |d| <= M is false with at most 5 % if M is the farther end of the 90 % t-interval,
-since the true d lies on one side of 0. That holds for one reading. A reader who adds pairs and stops at the
-most favourable number of them needs an interval that holds at every number: a confidence sequence.
+2026, arXiv:2603.16213). The farther end M of the 90 % t-interval does: the true d lies on one side of 0, so
+that |d| <= M is false with at most 5 %. A reader who adds pairs and stops at the most favourable number of
+them needs an interval that holds at every number, a confidence sequence.
 
-The t statistics of growing samples have, for a mean of 0, a law without unknown parameters. The likelihood
-ratio of "the mean is delta sds, delta > 0 half-normal with scale tau" against "it is 0" is a martingale (Lai
-1976; Wang and Ramdas 2023, arXiv:2310.03722, with both signs of delta). With r = t / sqrt(n - 1 + t^2) and
-k = n tau^2 / (1 + n tau^2), integrating delta and the sd (right Haar measure) gives, with Student's
-distribution function F of n degrees of freedom,
+The likelihood ratio of the t statistics of growing samples, "the mean is delta sds, delta > 0 half-normal of
+scale tau" against "it is 0", is a martingale (Lai 1976; Wang and Ramdas 2023, arXiv:2310.03722, for delta of
+both signs). With r = t / sqrt(n - 1 + t^2), k = n tau^2 / (1 + n tau^2), and F of Student's t with n degrees
+of freedom, it is
 
-    E(n, t) = 2 (1 + n tau^2)^(-1/2) (1 - k r^2)^(-n/2) F(sqrt(n k) r / sqrt(1 - k r^2); n).
+    E(n, t) = 2 (1 + n tau^2)^(-1/2) (1 - k r^2)^(-n/2) F(sqrt(n k) r / sqrt(1 - k r^2)).
 
-By Ville's inequality it ever reaches 20 with at most 5 %. At whole numbers of pairs it overshoots 20, so that
-the threshold is calibrated: `tests/bench/bench_after_looking.py` simulates all n up to 1,000 and bounds the
-rest by Ville. tau puts the shortest intervals at 5 to 10 pairs; below MIN_PAIRS, E stays below the threshold.
+By Ville's inequality it ever reaches 20 with at most 5 %. At whole numbers of pairs it overshoots, so that
+the threshold is calibrated: `tests/bench/bench_after_looking.py` simulates up to 1,000 pairs, and bounds the
+rest by Ville. tau makes the intervals short at 5 to 10 pairs; below MIN_PAIRS, E stays below the threshold.
 """
 
 import math

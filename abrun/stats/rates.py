@@ -72,12 +72,9 @@ def runs_to_show_rate(num_successes: int, limit: float, alpha: float) -> int | N
 
 
 def fisher_p(baseline: tuple[int, int], treatment: tuple[int, int]) -> float:
-    """Return Fisher's (1935) one-sided p-value that the treated rate is lower; both are (successes, all).
-
-    It is the probability of so few treated successes, given those of both independent arms, at equal rates.
-    """
+    """Return Fisher's (1935) one-sided p-value that the treated rate is lower; both are (successes, all)."""
     (x, m), (y, n) = baseline, treatment
-    counts = np.arange(max(0, x + y - m), min(n, x + y) + 1)
+    counts = np.arange(max(0, x + y - m), min(n, x + y) + 1)  # of the treatment, given all successes
     logs = _log_binomial(n, counts) + _log_binomial(m, x + y - counts)
     weights = np.exp(logs - logs.max())
     return float(weights[counts <= y].sum() / weights.sum())

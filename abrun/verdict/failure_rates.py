@@ -7,10 +7,10 @@ import numpy as np
 
 from abrun.logs.recorded.experiment import RecordedRun, Sides
 from abrun.messages.codes import Code
-from abrun.recipe.claims import Claim, Guards, describe_claim
+from abrun.recipe.claims import Claim, Guards
 from abrun.runs.metric_names import DIVERGENCE_RATE
 from abrun.stats.rates import Outcomes, fisher_p, rate_interval, rate_p, runs_to_show_rate
-from abrun.verdict.results import ClaimEstimate, ClaimResult, ClaimTerms, ErrorRates, Power
+from abrun.verdict.results import ClaimEstimate, ClaimResult, Power
 
 WATCHED = Guards().finite
 
@@ -26,31 +26,12 @@ def has_diverged(run: RecordedRun) -> bool:
     return run.status == "failed" or any(len(end) and not np.isfinite(end).any() for end in ends)
 
 
-def judge_divergence_rate(arm: str, sides: Sides, claim: Claim, rates: ErrorRates) -> ClaimResult:
-    """Test a rate below a limit, or its difference from the baseline's, exactly, before `apply_holm`.
+def judge_divergence_rate(result: ClaimResult, sides: Sides, claim: Claim) -> ClaimResult:
+    """Add the exact test of a rate below a limit, or of its difference from the baseline's.
 
     One arm: the binomial test. Two arms: the unconditional test of `abrun.stats.rates`, paired by seed unless
-    the arms are independent; of equal rates of independent arms Fisher's. Runs that have not ended leave the
-    claim untested.
+    the arms are independent; of equal rates of independent arms Fisher's. Every run must have ended.
     """
-    terms = ClaimTerms(
-        metric=claim.metric,
-        window=claim.window,
-        steps=None,
-        num_steps=0,
-        transform="identity",
-        reduction="mean",
-        test="exact rate",
-        margin=None,
-        margin_unit="",
-        margin_number=claim.limit[0] if claim.limit else claim.declared_margin_in[0],
-        margin_text=describe_claim(claim),
-        alpha=rates.alpha,
-        alpha_difference=rates.alpha_difference,
-        kind=claim.kind,
-        better=claim.better_direction,
-    ).over(sides)
-    result = ClaimResult(arm=arm, claim=terms)
     num_ended = sum(run.finished or run.status == "failed" for run in sides.runs)
     if not sides.treatments:
         return replace(result, problem=Code.NONE_FINISHED(paired=sides.paired))
@@ -61,20 +42,20 @@ def judge_divergence_rate(arm: str, sides: Sides, claim: Claim, rates: ErrorRate
         return replace(result, problem=Code.SECOND_ARM_NEEDED())
     baseline, treatment = (np.array([has_diverged(run) for run in runs], float) for runs in sides.arms)
     counts = tuple((int(values.sum()), len(values)) for values in (baseline, treatment))
-    estimate, power, limit = ClaimEstimate(diverged=counts), Power(), terms.margin_number
+    estimate, power, alpha = ClaimEstimate(diverged=counts), Power(), result.claim.alpha
     if claim.limit:
-        p_holds, p_broken = rate_p(*counts[1], limit)
-        interval, share = rate_interval(*counts[1], rates.alpha), counts[1][0] / counts[1][1]
-        estimate = replace(estimate, limited=share, limited_interval=interval)
-        power = Power(pairs_needed=runs_to_show_rate(counts[1][0], limit, rates.alpha))
+        limit, (num_diverged, num_runs) = claim.limit[0], counts[1]
+        p_holds, p_broken = rate_p(num_diverged, num_runs, limit)
+        interval = rate_interval(num_diverged, num_runs, alpha)
+        estimate = replace(estimate, limited=num_diverged / num_runs, limited_interval=interval)
+        power = Power(pairs_needed=runs_to_show_rate(num_diverged, limit, alpha))
     else:
-        threshold = limit if claim.kind == "not_worse" else -limit
+        threshold = claim.declared_margin_in[0] * (1 if claim.kind == "not_worse" else -1)
         outcomes = Outcomes.count(baseline, treatment, paired=sides.paired)
         p_holds, p_broken = outcomes.p_below(threshold), outcomes.reversed.p_below(-threshold)
         if threshold == 0 and not sides.paired:
             p_holds, p_broken = fisher_p(*counts), fisher_p(*counts[::-1])
-        interval = outcomes.interval(rates.alpha)
+        interval = outcomes.interval(alpha)
         estimate = replace(estimate, mean_difference=outcomes.difference, interval=interval)
     estimate = replace(estimate, p_equivalence=p_holds, p_beyond=p_broken)
-    holds = p_holds < rates.alpha
-    return replace(result, estimate=estimate, power=power, result="holds" if holds else "undecided")
+    return replace(result, estimate=estimate, power=power, result="holds" if p_holds < alpha else "undecided")

@@ -18,7 +18,7 @@ from abrun.runs.metric_names import (
     is_learned,
     is_memory,
 )
-from abrun.stats.equivalence import equivalence_test, limit_test, mean_and_sd
+from abrun.stats.equivalence import equivalence_test, limit_test
 from abrun.stats.one_sided import one_sided_pairs_needed
 from abrun.stats.rates import min_runs_of_rate
 from abrun.stats.series import Array, Series, Steps, clip_to_shared_steps, in_window, window_bounds
@@ -36,6 +36,7 @@ from abrun.verdict.results import (
     DetectedDifference,
     ErrorRates,
     Power,
+    TestMethod,
     WindowReduction,
     detect,
 )
@@ -63,19 +64,17 @@ def judge_limit(
     scale `log_excess`, the ratio is that of the excesses over 1. Raises ComparisonError if the runs do not
     hold the window. A rate of divergence counts runs, and has a module of its own.
     """
-    if claim.metric == DIVERGENCE_RATE:
-        return judge_divergence_rate(arm, sides, claim, rates)
     finished = sides.finished
     bounds = window_bounds(claim.window, grid, claim.metric) if len(grid) else None
-    is_ratio = claim.limit is not None and claim.limit[1]
+    own_scale = claim.transform or default_transform(claim.metric)  # which a spread is measured on
     terms = ClaimTerms(
         metric=claim.metric,
         window=claim.window,
         steps=bounds,
         num_steps=0,
-        transform=_limit_transform(claim),
+        transform=own_scale if claim.sd else "log_excess" if claim.is_limit_on_excess else "identity",
         reduction=_limit_reduction(claim.metric),
-        test="exact" if claim.exact else "spread" if claim.sd else "ratio limit" if is_ratio else "limit",
+        test=_test_method(claim),
         margin=None,
         margin_unit="",
         margin_number=claim.limit[0] if claim.limit else 0.0,
@@ -85,6 +84,9 @@ def judge_limit(
         kind=claim.kind,
         better=claim.better_direction,
     ).over(finished)
+    if claim.metric == DIVERGENCE_RATE:
+        counting = ClaimResult(arm=arm, claim=replace(terms, steps=None).over(sides))
+        return judge_divergence_rate(counting, sides, claim)
     problem = _find_problem(claim, sides, bounds)
     if bounds and not claim.exact and len(shared := stack_runs(finished.runs, claim.metric)[0]):
         bounds = clip_to_shared_steps(claim.window, bounds, shared[in_window(shared, bounds)])
@@ -98,6 +100,14 @@ def judge_limit(
         if claim.exact
         else _judge_level_or_ratio(result, finished, claim, bounds)
     )
+
+
+def _test_method(claim: Claim) -> TestMethod:
+    if claim.metric == DIVERGENCE_RATE:
+        return "exact rate"
+    if claim.exact or claim.sd:
+        return "exact" if claim.exact else "spread"
+    return "ratio limit" if claim.limit and claim.limit[1] else "limit"
 
 
 def _find_problem(claim: Claim, sides: Sides, bounds: tuple[int, int] | None) -> Reason | None:
@@ -223,13 +233,6 @@ def _judge_level_or_ratio(
     )
 
 
-def _limit_transform(claim: Claim) -> Transform:
-    """Return the scale that a result names: of a spread the metric's own; that of a ratio goes without."""
-    if claim.sd:
-        return claim.transform or default_transform(claim.metric)
-    return "log_excess" if claim.is_limit_on_excess else "identity"
-
-
 def _judge_spread(result: ClaimResult, sides: Sides, bounds: tuple[int, int]) -> ClaimResult:
     """Test the ratio of the spreads over seeds; independent arms are paired in order (abrun.stats.spread)."""
     terms, num_pairs = result.claim, min(sides.sizes)
@@ -240,17 +243,9 @@ def _judge_spread(result: ClaimResult, sides: Sides, bounds: tuple[int, int]) ->
     if num_pairs < MIN_PAIRS or not np.ptp(baseline) > 1e-9 * np.abs(baseline).max():
         return replace(result, problem=Code.SPREAD_NOT_SHOWN(needed=MIN_PAIRS, paired=terms.paired))
     test = spread_test(baseline, treatment, terms.margin_number, terms.alpha)
-    estimate = replace(
-        result.estimate,
-        baseline_sd=mean_and_sd(baseline)[1],
-        treatment_sd=mean_and_sd(treatment)[1],
-        limited=test.ratio,
-        limited_interval=test.interval,
-        p_equivalence=test.p_below,
-        p_beyond=test.p_above,
-    )
-    holds = test.p_below < terms.alpha
-    return replace(result, estimate=estimate, result="holds" if holds else "undecided")
+    limited = {"limited": test.mean, "limited_interval": test.interval}
+    estimate = ClaimEstimate(**limited, p_equivalence=test.p_below, p_beyond=test.p_above)
+    return replace(result, estimate=estimate, result="holds" if test.p_below < terms.alpha else "undecided")
 
 
 def _levels_of_arms(

@@ -40,16 +40,14 @@ def outcome_reason(result: ClaimResult, *, has_recipe: bool = True, baseline_arm
 
 
 def _rate_reason(result: ClaimResult, arms: dict[str, str]) -> Reason:
-    terms, estimate = result.claim, result.estimate
-    assert estimate.diverged is not None
-    counts = estimate.diverged
+    terms, estimate, counts = result.claim, result.estimate, result.estimate.diverged or ()
     return Code.DIVERGENCE_RATE(
         result=result.result,
         margin=terms.margin_text,
         alpha=terms.alpha,
         diverged=counts,
         interval=estimate.limited_interval or estimate.interval,
-        p_equal=None if estimate.limited is not None else min(map(fisher_p, counts, counts[::-1])),
+        p_equal=min(map(fisher_p, counts, counts[::-1])) if estimate.limited is None else None,
         p_beyond=estimate.p_beyond_holm,
         needed=result.power.pairs_needed,
         **arms,
@@ -57,19 +55,16 @@ def _rate_reason(result: ClaimResult, arms: dict[str, str]) -> Reason:
 
 
 def after_looking_reason(results: Sequence[ClaimResult]) -> Reason | None:
-    """Return the smallest margins that may be claimed after the data were seen; None if none is known.
-
-    A margin is at least the farther end of the interval, of `not_worse` the end that is worse.
-    """
+    """Return the smallest margins that may be claimed after the data were seen; None if none is known."""
     margins = []
     for result in results:
         terms, estimate = result.claim, result.estimate
         ends = estimate.ci90, estimate.anytime_interval
         if result.result == "not tested" or terms.kind not in ("within", "not_worse") or None in ends:
             continue
-        sides = {"within": (-1, 1), "not_worse": (-1 if terms.better == "higher" else 1,)}[terms.kind]
-        once, anytime = (max(0.0, *(side * end[side > 0] for side in sides)) for end in ends if end)
-        values = {name: getattr(terms, name) for name in ("metric", "kind", "better", "transform")}
+        signs = (-1, 1) if terms.kind == "within" else (-1 if terms.better == "higher" else 1,)
+        once, anytime = (max(0.0, *(sign * end[sign > 0] for sign in signs)) for end in ends if end)
+        values = {name: getattr(terms, name) for name in ("metric", "kind", "transform")}
         margins.append({**values, "arm": result.arm, "once": once, "anytime": anytime})
     return Code.MARGINS_AFTER_LOOKING(margins=margins, min_pairs=MIN_PAIRS) if margins else None
 

@@ -6,6 +6,9 @@ An adversary sees every number of pairs from 2 to 30 and claims the smallest mar
 the claim is false if the true difference is beyond it. Seven laws of a difference, skewed ones in both
 directions. Then the threshold of `abrun.stats.anytime`: how often normal differences reach it at any of 1,000
 numbers of pairs, plus a bound on all later ones.
+
+Then spreads: both arms have one law and the treatment's sd is exactly 1.5 times the baseline's, so that each
+pass is an error; and how often 1.5x and 2x are shown of arms with equal sds.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,11 +18,13 @@ from numpy.typing import NDArray
 from scipy import special
 
 from abrun.stats.anytime import TAU, THRESHOLD, anytime_evidence, anytime_quantile
+from abrun.stats.spread import spread_test
 from tests.bench.common import print_table
 
 Array = NDArray[np.float64]
 EXPERIMENTS = 20_000
 CALIBRATING = 100_000
+SPREADS, SPREAD_PAIRS, CORRELATION = (1.5, 2.0), (5, 8, 10, 20), 0.5
 PAIRS, MAX_PAIRS, LAST = (3, 4, 5, 8, 10), 30, 1_000
 
 # Mean 0; [E, n]
@@ -99,7 +104,37 @@ def crossing_rates(rng: np.random.Generator) -> tuple[float, float]:
     return float(crossed.mean()), float(rest)
 
 
+def spread_p(baseline: Array, treatment: Array, limit: float) -> Array:
+    """The vectorised p of `spread_test` for a ratio below a limit, [E]."""
+    base, treated = (np.abs(arm - np.median(arm, axis=1, keepdims=True)) for arm in (baseline, treatment))
+    values, num = treated - limit * base, base.shape[1]
+    error = np.maximum(values.std(axis=1, ddof=1) / np.sqrt(num), 1e-300)
+    return special.stdtr(num - 1, values.mean(axis=1) / error)
+
+
+def variance_p(baseline: Array, treatment: Array, limit: float) -> Array:
+    """The p of the F test for a ratio of sds below a limit, [E]."""
+    ratio = treatment.var(axis=1, ddof=1) / np.maximum(baseline.var(axis=1, ddof=1), 1e-300)
+    dof = baseline.shape[1] - 1
+    return special.fdtr(dof, dof, ratio / limit**2)
+
+
+def spread_rates(law: Callable[..., Array], rho: float) -> list[list[object]]:
+    """Return false passes of the spread test and of the F test, and the power of each limit, by pairs."""
+    found: list[list[object]] = [["Levene"], ["F"], *([f"power, {limit:g}x"] for limit in SPREADS)]
+    for num in SPREAD_PAIRS:
+        shared, *own = (law(np.random.default_rng([num, seed]), (EXPERIMENTS, num)) for seed in range(3))
+        arms = [np.sqrt(rho) * shared + np.sqrt(1 - rho) * values for values in own]
+        for row, test in zip(found, (spread_p, variance_p), strict=False):
+            row.append(float(np.mean(test(arms[0], 1.5 * arms[1], 1.5) < 0.05)))
+        for row, limit in zip(found[2:], SPREADS, strict=True):
+            row.append(float(np.mean(spread_p(*arms, limit) < 0.05)))
+    return found
+
+
 def main() -> None:
+    sample = np.random.default_rng(0).standard_normal((2, 7))
+    assert np.isclose(spread_p(sample[:1], sample[1:], 1.5)[0], spread_test(*sample, 1.5, 0.05).p_below)
     for num, t in ((4, 2.0), (9, -1.0), (30, 3.0)):
         assert np.isclose(np.exp(evidence(num, np.array([t])))[0], anytime_evidence(num, t))
     rows, columns = [], []
@@ -111,6 +146,13 @@ def main() -> None:
             rows.append([f"{name}{', other tail' * (sign < 0)}", *rates.values()])
     print_table(f"false margins, {EXPERIMENTS:,} experiments, 2 to {MAX_PAIRS} pairs", columns, rows)
     print_table("anytime / one reading", PAIRS, [["median", *length_ratios(np.random.default_rng(4))]])
+    spreads = [
+        [f"{name}, correlation {rho}: {row[0]}", *row[1:]]
+        for name, law in SHAPES.items()
+        for rho in (0, CORRELATION)
+        for row in spread_rates(law, rho)
+    ]
+    print_table(f"spreads at 1.5x, {EXPERIMENTS:,} experiments", SPREAD_PAIRS, spreads)
     crossed, rest = crossing_rates(np.random.default_rng(5))
     print(f"\nthreshold {THRESHOLD}: {crossed:.4f} up to {LAST} pairs, {rest:.4f} later at most")
 
