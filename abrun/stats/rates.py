@@ -67,7 +67,7 @@ def runs_to_show_rate(num_successes: int, limit: float, alpha: float) -> int | N
 
     None above MAX_LISTED.
     """
-    shown = special.bdtr(float(num_successes), np.arange(MAX_LISTED + 1), limit) < alpha
+    shown = np.asarray(special.bdtr(float(num_successes), np.arange(MAX_LISTED + 1), limit)) < alpha
     return int(shown.argmax()) if shown.any() else None
 
 

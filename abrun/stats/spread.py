@@ -20,7 +20,8 @@ MIN_PAIRS = 5
 
 def spread_test(baseline: ArrayLike, treatment: ArrayLike, limit: float, alpha: float) -> LimitTestResult:
     """Test the ratio of spreads of two paired samples [P], treatment / baseline; the baseline's is not 0."""
-    base, treated = (np.abs(np.asarray(arm) - np.median(arm)) for arm in (baseline, treatment))
+    arms = np.asarray(baseline, float), np.asarray(treatment, float)
+    base, treated = (np.abs(arm - np.median(arm)) for arm in arms)
     below = improvement_test(np.zeros(len(base)), treated, -limit, alpha, base, sign=-1)
     above = improvement_test(np.zeros(len(base)), treated, limit, alpha, base, sign=1)
     return LimitTestResult(

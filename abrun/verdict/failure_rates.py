@@ -41,7 +41,7 @@ def judge_divergence_rate(result: ClaimResult, sides: Sides, claim: Claim) -> Cl
     if claim.limit is None and not sides.baselines:
         return replace(result, problem=Code.SECOND_ARM_NEEDED())
     baseline, treatment = (np.array([has_diverged(run) for run in runs], float) for runs in sides.arms)
-    counts = tuple((int(values.sum()), len(values)) for values in (baseline, treatment))
+    counts = (int(baseline.sum()), len(baseline)), (int(treatment.sum()), len(treatment))
     estimate, power, alpha = ClaimEstimate(diverged=counts), Power(), result.claim.alpha
     if claim.limit:
         limit, (num_diverged, num_runs) = claim.limit[0], counts[1]

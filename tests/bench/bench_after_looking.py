@@ -128,13 +128,13 @@ def spread_rates(law: Callable[..., Array], rho: float) -> list[list[object]]:
         for row, test in zip(found, (spread_p, variance_p), strict=False):
             row.append(float(np.mean(test(arms[0], 1.5 * arms[1], 1.5) < 0.05)))
         for row, limit in zip(found[2:], SPREADS, strict=True):
-            row.append(float(np.mean(spread_p(*arms, limit) < 0.05)))
+            row.append(float(np.mean(spread_p(arms[0], arms[1], limit) < 0.05)))
     return found
 
 
 def main() -> None:
     sample = np.random.default_rng(0).standard_normal((2, 7))
-    assert np.isclose(spread_p(sample[:1], sample[1:], 1.5)[0], spread_test(*sample, 1.5, 0.05).p_below)
+    assert np.isclose(spread_p(sample[:1], sample[1:], 1.5)[0], spread_test(sample[0], sample[1], 1.5, 0.05).p_below)
     for num, t in ((4, 2.0), (9, -1.0), (30, 3.0)):
         assert np.isclose(np.exp(evidence(num, np.array([t])))[0], anytime_evidence(num, t))
     rows, columns = [], []
