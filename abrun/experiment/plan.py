@@ -22,7 +22,7 @@ from abrun.runs.layout import RunName
 from abrun.runs.metric_names import (
     FINAL_WEIGHTS,
     FIXED_BY_ROLLOUTS,
-    MEMORY_PEAK,
+    OF_RUNS,
     Need,
     find_metric,
     is_clock,
@@ -278,7 +278,7 @@ def _window_problem(window: str, num_steps: int) -> str | None:
 
 def _metric_problem(metric: str, config: OwnRunConfig) -> str | None:
     """Return why a run of abrun's trainer does not record a metric; None if it does."""
-    if metric in (MEMORY_PEAK, FINAL_WEIGHTS):
+    if metric in OF_RUNS:
         return None
     if problem := unrecorded_metric_problem(metric, config.algorithm.type):
         return problem

@@ -8,6 +8,7 @@ from abrun.messages import (
     claim_evidence,
     claims,
     endings,
+    failure_rates,
     guards,
     injected,
     noise,
@@ -20,7 +21,7 @@ from abrun.messages import (
 from abrun.messages.codes import MESSAGES, Reason
 
 _MODULES = (
-    *(claim_evidence, claims, endings, guards, injected),
+    *(claim_evidence, claims, endings, failure_rates, guards, injected),
     *(noise, not_tested, notes, refusals, validity, verdicts),
 )
 for _module in _MODULES:

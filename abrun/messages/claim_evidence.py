@@ -116,6 +116,8 @@ MESSAGES: dict[Code, Message] = {
     "pass",
     Code.EXACT_OUTCOMES: _exact_outcomes,
     Code.OUTCOMES_NEED_NUMBER: "values of 0 and 1 need a number as margin, not {bound}",
+    Code.SPREAD_NOT_SHOWN: "a spread needs at least {needed} {paired:if pairs|runs of each arm}, and a "
+    "baseline that varies over seeds",
     Code.SECOND_ARM_NEEDED: "one arm shows only its level; give a second arm or --reference FILE",
     Code.WIDE_STEPS: "the metric has few distinct values, and the interval allows for one step between them",
     Code.TOO_FEW_FOR_MISMATCH: "a mismatch needs at least {needed} {paired:if pairs|runs of each arm}",

@@ -1,5 +1,6 @@
 """Sentences on the outcome of a claim. A record takes the values of a code; its text is the sentence."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ from abrun.messages.numbers import (
     text_near_limit,
 )
 
+MAX_MARGINS = 3  # named of those after looking
 Detected = Mapping[str, Any] | None  # a difference whose interval excludes zero
 
 
@@ -249,6 +251,22 @@ def _power_now(power: Mapping[str, Any]) -> str:
     return "unknown" if power["power_now"] is None else f"{100 * power['power_now']:.0f} %"
 
 
+def _margins_after_looking(margins: Sequence[Mapping[str, Any]], min_pairs: int) -> str:
+    """Name the margins that bound the true difference although they are chosen after the data."""
+    texts = []
+    for margin in margins[:MAX_MARGINS]:
+        sign, worse = ("±", "") if margin["kind"] == "within" else ("at most ", " worse")
+        unit = difference_unit(margin["transform"]) + worse
+        once, anytime = (f"{sign}{bound_text(margin[name])}{unit}" for name in ("once", "anytime"))
+        again = f"{anytime} read at any number of pairs"
+        if math.isinf(margin["anytime"]):
+            again = f"none if read again (that needs {min_pairs} pairs that vary)"
+        arm = f"{margin['arm']}: " * (len({other["arm"] for other in margins}) > 1)
+        texts.append(f"{arm}{margin['metric']} {once} read once, {again}")
+    more = f"; and {len(margins) - MAX_MARGINS} more" if len(margins) > MAX_MARGINS else ""
+    return f"valid at 95 % though chosen now: {'; '.join(texts)}{more}"
+
+
 # --- limits ---
 
 
@@ -270,6 +288,7 @@ class _Limited(_Outcome):
         quantity = {
             "ratio": ratio,
             "excess": f"{ratio} of the excess over 1",
+            "spread": f"sd of {ratio}",
             "distance": f"the arms' distance, relative to how far {baseline} moved,",
         }.get(self.measure, f"the {self.measure} of {treatment}")
         value = "unknown" if self.limited is None else text_near_limit(self.limited, self.limit)
@@ -283,7 +302,7 @@ class _Limited(_Outcome):
         detected = self.detected
         if detected is None:
             return value
-        if self.measure in ("ratio", "excess"):
+        if self.measure in ("ratio", "excess", "spread"):
             return f"{value}, {detected['direction']} {self.agreeing_seeds(detected)}"
         baseline = arm_texts(self.arm, self.baseline_arm)[1]
         difference = difference_and_seeds_text(detected, self.arm, self.baseline_arm)
@@ -308,7 +327,8 @@ class _LimitBroken(_Limited):
 
     def __str__(self) -> str:
         margin = self.margin
-        broken = margin.replace("level ", "level not ", 1) if margin.startswith("level ") else f"not {margin}"
+        subject, _, rest = margin.partition(" ")
+        broken = f"{subject} not {rest}" if subject in ("level", "sd") else f"not {margin}"
         p_value = f"p = {self.p_beyond:.2g} if the limit held, Holm-corrected"
         return f"{self.metric}: {broken} over {self.sample} ({self.value}; {p_value}){self.clauses}"
 
@@ -422,6 +442,7 @@ MESSAGES: dict[Code, Message] = {
     Code.CLAIM_TOO_FEW_PAIRS: "{metric}: not tested: {pairs:count usable pair}, but equivalence needs at "
     "least two to estimate the spread (only step one, the guards and the divergence were checked)",
     Code.CLAIM_TOO_FEW_RUNS: "{metric}: not tested: equivalence needs at least two runs of each arm",
+    Code.MARGINS_AFTER_LOOKING: _margins_after_looking,
     Code.CLAIM_PASSES: _Passes,
     Code.CLAIM_FAILS: _Fails,
     Code.CLAIM_OPEN: _Open,

@@ -61,6 +61,7 @@ class Code(StrEnum):
     # Verdicts
     NO_CLAIM, NOTHING_CLAIMED, OF_ARM, MORE_FAULTS, GUARD_FAILS = auto(), auto(), auto(), auto(), auto()
     GUARD_OPEN, ONE_RUN_EACH, POST_HOC, PROMPTS_AS_UNITS = auto(), auto(), auto(), auto()
+    MARGINS_AFTER_LOOKING = auto()
 
     # Validity: problems that rule out a verdict
     NO_SHARED_SEED, UNPAIRED_SEEDS, BASELINE_FAILED, RERUN_FAILED = auto(), auto(), auto(), auto()
@@ -104,7 +105,7 @@ class Code(StrEnum):
     LARGEST_STEP, OUTCOMES_HAVE_NO_GAP, DIFFERS_EARLIER = auto(), auto(), auto()
     TIMES_OF_SHARED_GPUS, FIXED_BY_RECORDING, ONLY_SOME_SAMPLE = auto(), auto(), auto()
     CLAIM_PASSES, CLAIM_FAILS, CLAIM_OPEN, TOO_FEW_FOR_BETTER = auto(), auto(), auto(), auto()
-    LEVEL_CHANGED, RATIO_AT_EACH_STEP = auto(), auto()
+    LEVEL_CHANGED, RATIO_AT_EACH_STEP, DIVERGENCE_RATE, SPREAD_NOT_SHOWN = auto(), auto(), auto(), auto()
 
     # Evidence beside the claims: untested properties, excluded runs, injected faults, descriptions
     STEP_ONE_NOT_SETTLED, STEP_ONE_NOT_READ, RUNS_DO_NOT_SAY, OTHER_CODE = auto(), auto(), auto(), auto()

@@ -14,6 +14,7 @@ from abrun.recipe.faults import ACCEPT_FAULT_NAME, ONE_ULP, InjectedFault
 from abrun.recipe.refusals import shortened, suggest_name, validated
 from abrun.recipe.section import Count, FieldError, PathText, Positive, Section, rule
 from abrun.runs.metric_names import (
+    DIVERGENCE_RATE,
     FINAL_WEIGHTS,
     MEMORY_PEAK,
     STEP_ONE,
@@ -28,12 +29,12 @@ WINDOW_PATTERN = r"all|last [1-9]\d?%|last 100%|steps [1-9]\d{0,9}-[1-9]\d{0,9}"
 MARGIN_PATTERN = r"(?P<number>\d+(\.\d+)?)(?P<unit> sigma|%( of climb)?)"
 RATIO_PATTERN = r"\d+(\.\d+)?x"
 LEVEL_PATTERN = r"level (?P<level>-?\d+(\.\d+)?)"
-BOUND_PATTERN = r"((?P<word>within|not_worse|better) +|(?P<level>level +)?(?P<sign>[<>]) *)?(?P<number>.*)"
+BOUND_PATTERN = r"((?P<word>within|not_worse|better|sd) +|(?P<level>level +)?(?P<sign>[<>]) *)?(?P<number>.*)"
 DIRECTIONS = {", higher is better": True, ", lower is better": False}
 # Claims on the difference of the arms: equivalence, non-inferiority, superiority by at least the margin
 DifferenceKind = Literal["within", "not_worse", "better"]
-ClaimKind = Literal["within", "not_worse", "better", "limit", "exact"]
-ClaimField = Literal["margin", "not_worse", "better", "below", "above", "exact"]
+ClaimKind = Literal["within", "not_worse", "better", "limit", "sd", "exact"]
+ClaimField = Literal["margin", "not_worse", "better", "below", "above", "sd", "exact"]
 CLAIM_NAMES: dict[DifferenceKind, str] = {
     "within": "an equivalence",
     "not_worse": "a non-inferiority",
@@ -44,18 +45,19 @@ Unit = Literal["", "sigma", "level", "climb"]  # unit of a margin; "": the metri
 
 
 class Claim(Section):
-    """Claim on `metric` over `window`; it has one of margin, not_worse, better, below, above and exact.
+    """Claim on `metric` over `window`; it has one of margin, not_worse, better, below, above, sd and exact.
 
     `margin` (also written `within`), `not_worse` and `better` are about the difference of the arms. Their
     number is absolute, in units of the transformed metric, or `"1.5 sigma"` (standard deviations of the
     baseline or reference over seeds), `"5%"` of the baseline's level in the window, or `"5% of climb"` (its
     improvement up to the window's end). `below` and `above` limit the level of the treatment alone, or with
-    an `x` its ratio to the baseline. A match, and a pass of `not_worse`, require that the baseline improved
-    by more than the margin, unless `climbs` is false. `sigma`, `correlation` (of paired arms) and
-    `improvement` are assumptions for the power analysis.
+    an `x` its ratio to the baseline; `sd` limits the ratio of the spreads over seeds. A match, and a pass of
+    `not_worse`, require that the baseline improved by more than the margin, unless `climbs` is false.
+    `sigma`, `correlation` (of paired arms) and `improvement` are assumptions for the power analysis.
     """
 
-    # A recorded metric, `memory` (peak; limit only) or `final_weights` (exact or below)
+    # A recorded metric, `memory` (peak; limit only), `final_weights` (exact or below) or `rate of divergence`
+    # (below, not_worse or better: a share of runs, such as 0.05 or '5%')
     metric: str
     window: str = DEFAULT_WINDOW
     margin: float | str | None = None  # equivalence: the arms differ by less than this, in either direction
@@ -66,6 +68,7 @@ class Claim(Section):
     # over 1); `level -0.5` for a negative level
     below: float | str | None = None
     above: float | str | None = None  # lower limit
+    sd: str | None = None  # the treatment's spread over seeds is less than `1.5x` the baseline's
     exact: bool = False  # pairs are bit-identical at every step of the window
     transform: Literal["identity", "log", "log_excess"] | None = None  # None: chosen by the metric's name
     climbs: bool = True  # False: the metric is not required to improve
@@ -83,6 +86,17 @@ class Claim(Section):
         return {
             ("margin" if key == "within" else key): value for key, value in raw.items() if key != "margin"
         }
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_percentage_of_runs(cls, raw: Any) -> Any:
+        """Return a claim on a rate with percentages as numbers; elsewhere they are shares of a level."""
+        if not isinstance(raw, dict) or raw.get("metric") != DIVERGENCE_RATE:
+            return raw
+        texts = {key: value for key, value in raw.items() if isinstance(value, str)}
+        matches = {key: re.fullmatch(r"(\d+(\.\d+)?) ?%", text) for key, text in texts.items()}
+        shares = {key: float(match[1]) / 100 for key, match in matches.items() if match}
+        return raw | shares | {"window": "all"}
 
     @field_validator("window")
     @classmethod
@@ -134,13 +148,26 @@ class Claim(Section):
             )
         return limit
 
+    @field_validator("sd", mode="before")
+    @classmethod
+    def _check_spread(cls, limit: Any) -> Any:
+        is_ratio = isinstance(limit, str) and re.fullmatch(RATIO_PATTERN, limit)
+        if limit is None or (is_ratio and float(limit[:-1]) > 0):
+            return limit
+        raise FieldError(f"got {shortened(limit)}; allowed: a ratio to the baseline's sd such as '1.5x'")
+
     @rule
     def _check_single_claim(self) -> None:
         fields = self._declared_fields()
         if len(fields) != 1:
             raise FieldError(
                 f"got {' and '.join(fields) or 'no claim'} for {shortened(self.metric)}; allowed: one "
-                "of margin, not_worse, better, below, above and exact"
+                "of margin, not_worse, better, below, above, sd and exact"
+            )
+        if self.metric == DIVERGENCE_RATE and not self._is_share_of_runs():
+            raise FieldError(
+                f"got {fields[0]}: {getattr(self, fields[0])} for {DIVERGENCE_RATE!r}; allowed: below, "
+                "not_worse or better with a share of the runs below 1, such as '5%'"
             )
         is_distance = isinstance(self.below, float | int) and self.below > 0
         if self.metric == FINAL_WEIGHTS and not (self.exact or is_distance):
@@ -154,8 +181,12 @@ class Claim(Section):
         if self.improvement is not None and self.better is None:
             raise FieldError("got improvement without better; drop it")
 
+    def _is_share_of_runs(self) -> bool:
+        share = next((one for one in (self.below, self.not_worse, self.better) if one is not None), None)
+        return isinstance(share, float | int) and (0 < share < 1 or (share == 0 and self.better is not None))
+
     def _declared_fields(self) -> list[ClaimField]:
-        fields: tuple[ClaimField, ...] = ("margin", "not_worse", "better", "below", "above", "exact")
+        fields: tuple[ClaimField, ...] = ("margin", "not_worse", "better", "below", "above", "sd", "exact")
         return [
             field for field in fields if getattr(self, field) is not (False if field == "exact" else None)
         ]
@@ -169,9 +200,9 @@ class Claim(Section):
 
     @property
     def difference_kind(self) -> DifferenceKind | None:
-        """Return the kind of a claim on the difference of the arms; None for a limit or an exact claim."""
+        """Return the kind of a claim on the arms' mean difference; None for any other claim."""
         kind = self.kind
-        return None if kind in ("limit", "exact") else kind
+        return None if kind in ("limit", "sd", "exact") or self.metric == DIVERGENCE_RATE else kind
 
     @property
     def needs_direction(self) -> bool:
@@ -199,7 +230,7 @@ class Claim(Section):
     @property
     def limit(self) -> tuple[float, bool] | None:
         """Return the limit's number and whether it limits the ratio to the baseline; None without a limit."""
-        limit = self.below if self.below is not None else self.above
+        limit = next((limit for limit in (self.below, self.above, self.sd) if limit is not None), None)
         if limit is None:
             return None
         if isinstance(limit, str) and limit.endswith("x"):
@@ -222,7 +253,7 @@ class Claim(Section):
     @property
     def is_limit_on_excess(self) -> bool:
         """Return whether the limit applies to the ratio of both arms' excesses over 1."""
-        is_ratio = self.limit is not None and self.limit[1]
+        is_ratio = self.limit is not None and self.limit[1] and not self.sd
         return is_ratio and (self.transform or default_transform(self.metric)) == "log_excess"
 
     @property
@@ -391,6 +422,10 @@ def is_one_sided(kind: ClaimKind, metric: str) -> bool:
 
 def describe_claim(claim: Claim) -> str:
     """Return the claim without metric and window: `±0.02`, `at most 0.02 lower`, `level below 1.2`."""
+    if claim.metric == DIVERGENCE_RATE:
+        return _describe_rate(claim)
+    if claim.sd is not None:
+        return f"sd below {claim.sd} the baseline's"
     if kind := claim.difference_kind:
         margin = claim.declared_margin
         number = margin if isinstance(margin, str) else f"{margin:g}"
@@ -402,6 +437,16 @@ def describe_claim(claim: Claim) -> str:
     level = "" if is_ratio or claim.metric == FINAL_WEIGHTS else "level "
     text = f"{level}{side} {number:g}{'x the baseline' if is_ratio else ''}"
     return f"{text}'s excess over 1" if claim.is_limit_on_excess else text
+
+
+def _describe_rate(claim: Claim) -> str:
+    """Return a claim on the rate of divergence: `below 5 %`, `at most 10 points higher`."""
+    if isinstance(claim.below, float | int):
+        return f"below {100 * claim.below:g} %"
+    points = f"{100 * claim.declared_margin_in[0]:g} points"
+    if claim.kind == "not_worse":
+        return f"at most {points} higher"
+    return f"more than {points} lower" if claim.better else "lower"
 
 
 def describe_margin(kind: DifferenceKind, margin: str, better: Better | None) -> str:
@@ -422,9 +467,11 @@ def parse_claim(text: str) -> Claim:
     """Parse METRIC:WINDOW:MARGIN from the command line; the metric's name may contain colons.
 
     MARGIN is the margin of an equivalence (`0.02`, `within 0.02`), `not_worse 0.02`, `better 0.02`, `<1.2`
-    (level below; `level <-1.2` if negative), `>0.65` (above), `<0.6x` (ratio to the baseline) or `exact`. It
-    may end with `, higher is better` or `, lower is better`. Raises RecipeError.
+    (level below; `level <-1.2` if negative), `>0.65` (above), `<0.6x` (ratio to the baseline), `sd <1.5x`
+    (ratio of spreads over seeds) or `exact`. It may end with `, higher is better` or `, lower is better`.
+    `rate of divergence` has no window. Raises RecipeError.
     """
+    text = re.sub(rf"^({DIVERGENCE_RATE}):([^:]*)$", r"\1:all:\2", text)
     metric, window, margin = ["", "", "", *text.rsplit(":", 2)][-3:]
     if not (metric and margin.strip()):
         raise RecipeError(
@@ -447,7 +494,8 @@ def parse_claim(text: str) -> Claim:
     assert match is not None  # every word of it is optional
     field = {None: "margin", "within": "margin", "<": "below", ">": "above"}
     word = match["word"] or match["sign"]
-    number = _parse_number(match["number"], is_level=bool(match["level"]))
+    bound = match["number"].removeprefix("<") if word == "sd" else match["number"]
+    number = _parse_number(bound, is_level=bool(match["level"]))
     return validated(Claim, {**values, field.get(word, word): number}, "--claim")
 
 
@@ -462,11 +510,13 @@ def _parse_number(text: str, *, is_level: bool) -> float | str:
 def claim_option(claim: Claim) -> str:
     """Return the claim as text for `parse_claim`, without transform, climbs, sigma and correlation."""
     bound: object = "exact"
-    if claim.limit is not None:
+    if claim.sd is not None:
+        bound = f"sd <{claim.sd}"
+    elif claim.limit is not None:
         sign, limit = ("<", claim.below) if claim.below is not None else (">", claim.above)
         level = re.fullmatch(LEVEL_PATTERN, str(limit))
         bound = f"level {sign}{level['level']}" if level else f"{sign}{limit}"
-    elif kind := claim.difference_kind:
+    elif (kind := claim.kind) != "exact":
         bound = f"{'' if kind == 'within' else f'{kind} '}{claim.declared_margin}"
     suffix = next((text for text, is_it in DIRECTIONS.items() if is_it == claim.higher_is_better), "")
     return f"{claim.metric}:{claim.window}:{bound}{suffix}"

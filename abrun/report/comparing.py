@@ -310,7 +310,7 @@ def _find_change(compare: Compare, declared: Compare) -> Reason | None:
     return None
 
 
-_CLAIM_KEYS = {"metric", "window", "margin", "not_worse", "better", "below", "above", "exact", "climbs"}
+_CLAIM_KEYS = {"metric", "window", "margin", "not_worse", "better", "below", "above", "sd", "exact", "climbs"}
 
 
 def _count_claims(claims: Sequence[Claim]) -> Counter[tuple[Any, ...]]:

@@ -25,8 +25,10 @@ from abrun.recipe.claims import Claim, Compare, describe_claim
 from abrun.recipe.experiment import ExperimentDeclaration
 from abrun.recipe.reading import dotted
 from abrun.report.present.tables import Table, columns
+from abrun.runs.metric_names import DIVERGENCE_RATE
 from abrun.runs.redaction import display_safe_tree, shortened
 from abrun.stats.power import pairs_needed, power_at, sd_of_difference
+from abrun.stats.rates import runs_to_show_rate
 from abrun.stats.sequential import interim_levels
 from abrun.verdict.claims import judge_equivalence
 from abrun.verdict.margins import resolve_margin
@@ -224,7 +226,11 @@ class PowerPlan:
     def _claim_lines(self, plan: PlannedClaim) -> Iterator[str]:
         claim = plan.claim
         if claim.difference_kind is None:
-            yield f"{claim.metric} over {claim.window}: {describe_claim(claim)}: not planned"
+            planned, limit = "not planned", claim.limit
+            if claim.metric == DIVERGENCE_RATE and limit:
+                needed = runs_to_show_rate(0, limit[0], self.compare.alpha)
+                planned = f"{pairs_or_more_text(needed)} runs of a treatment show it if none diverges"
+            yield f"{claim.metric} over {claim.window}: {describe_claim(claim)}: {planned}"
             return
         yield f"{claim.metric} over {claim.window}: {self._spread_text(plan.spread, claim)}"
         if claim.better == 0 and claim.improvement is None:

@@ -247,7 +247,7 @@ def claim_columns(content: VerdictFile) -> list[str]:
     tests = {claim.claim.test for claim in content.claims if claim.claim.test != "exact"}
     limited = {claim.claim.metric for claim in content.claims if claim.claim.test == "limit"}
     level = "distance" if limited == {FINAL_WEIGHTS} else f"level of {treatment_name(content)}"
-    levels = {"limit": level, "ratio limit": "ratio"}
+    levels = {"limit": level, "ratio limit": "ratio", "spread": "ratio of sds", "exact rate": "rate"}
     kinds = ["difference"] * bool(not tests or tests - levels.keys())
     kinds += [name for test, name in levels.items() if test in tests]
     heading = f"{' or '.join(kinds)} [{interval_level} CI]"
@@ -279,7 +279,7 @@ def claim_cells(claim: ClaimResult) -> list[str]:
 
 def outcome_text(claim: ClaimResult) -> str:
     """Return a claim's result; that of a broken limit is called "limit broken", not "different"."""
-    failed_texts = {"limit": "limit broken", "exact": "not exact"}
+    failed_texts = {"limit": "limit broken", "sd": "limit broken", "exact": "not exact"}
     failed_texts |= {"not_worse": "worse", "better": "not better"}
     return failed_texts.get(claim.claim.kind, claim.result) if claim.result == "different" else claim.result
 

@@ -72,6 +72,8 @@ MEMORY = "memory/"
 MEMORY_PEAK = "memory"  # name in claims: the peak over all phases
 RETRIES, INACTIVE = "memory/allocator_retries", "memory/inactive_bytes"
 FINAL_WEIGHTS = "final_weights"  # name in claims: all weights at the end of a run
+DIVERGENCE_RATE = "rate of divergence"  # name in claims: of runs, those that failed or ended with NaN
+OF_RUNS = (MEMORY_PEAK, FINAL_WEIGHTS, DIVERGENCE_RATE)  # in claims: not recorded step by step
 # Counters of peak memory: the allocator's on CUDA; on CPU, which has none, the peak of live tensors.
 # Values of different counters are never compared.
 PEAK_MEMORY = ("peak_allocated_bytes", "peak_live_tensor_bytes")
@@ -400,7 +402,7 @@ def better_direction(name: str) -> Better | None:
     higher; losses, error rates, seconds and bytes if lower.
     """
     definition = find_metric(name)
-    if definition or name == MEMORY_PEAK:
+    if definition or name in (MEMORY_PEAK, DIVERGENCE_RATE):
         return definition.better if definition else "lower"
     if learning_direction := learning_sign(name, policy_gradient=False):
         return "higher" if learning_direction > 0 else "lower"

@@ -31,6 +31,7 @@ Array = NDArray[np.float64]
 _NUM_RATES = 100  # values of the unknown rate q at which the largest probability is searched
 _PRECISION = 1e-4  # of an interval's end
 MAX_RUNS = 1001  # larger sample sizes are not searched
+MAX_LISTED = 100_000
 _TIE = 1e-9  # statistics this close are equal
 
 
@@ -59,6 +60,28 @@ def min_runs_of_rate(limit: float, alpha: float, *, below: bool) -> int | None:
     """Return the number of runs from which on some result shows a rate below (above) a limit, or None."""
     chance = 1 - limit if below else limit  # of the most extreme outcome, if the rate is at its limit
     return math.floor(math.log(alpha) / math.log(chance)) + 1 if 0 < chance < 1 else None
+
+
+def runs_to_show_rate(num_successes: int, limit: float, alpha: float) -> int | None:
+    """Return the number of runs in all that shows a rate below a limit if none of the others succeeds.
+
+    None above MAX_LISTED.
+    """
+    shown = np.asarray(special.bdtr(float(num_successes), np.arange(MAX_LISTED + 1), limit)) < alpha
+    return int(shown.argmax()) if shown.any() else None
+
+
+def fisher_p(baseline: tuple[int, int], treatment: tuple[int, int]) -> float:
+    """Return Fisher's (1935) one-sided p-value that the treated rate is lower; both are (successes, all)."""
+    (x, m), (y, n) = baseline, treatment
+    counts = np.arange(max(0, x + y - m), min(n, x + y) + 1)  # of the treatment, given all successes
+    logs = _log_binomial(n, counts) + _log_binomial(m, x + y - counts)
+    weights = np.exp(logs - logs.max())
+    return float(weights[counts <= y].sum() / weights.sum())
+
+
+def _log_binomial(n: int, k: NDArray[np.int64]) -> Array:
+    return special.gammaln(n + 1) - special.gammaln(k + 1) - special.gammaln(n - k + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +146,7 @@ class Outcomes:
         inside = (x >= 0) & (x <= self.num_baseline)
         x = np.clip(x, 0, self.num_baseline)
         q = rates[:, None]
-        log_choose = special.gammaln(self.num_baseline + 1) - (
-            special.gammaln(x + 1) + special.gammaln(self.num_baseline - x + 1)
-        )
+        log_choose = _log_binomial(self.num_baseline, x)
         weights = np.exp(log_choose + special.xlogy(x, q) + special.xlog1py(self.num_baseline - x, -q))
         success = np.clip((q + limit) / np.maximum(1 - q, 1e-300) if self.paired else q + limit, 0.0, 1.0)
         extreme, number = largest_y[x], num_y[x]

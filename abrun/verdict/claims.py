@@ -13,6 +13,7 @@ from abrun.logs.recorded.experiment import RecordedRun, Sides, stack_runs, union
 from abrun.messages.codes import Code, Reason
 from abrun.recipe.claims import Claim
 from abrun.runs.metric_names import default_reduction, default_transform
+from abrun.stats.anytime import anytime_interval
 from abrun.stats.equivalence import (
     MIN_FOR_MISMATCH,
     TostResult,
@@ -347,6 +348,9 @@ def _summarize_test(test: TostResult, baseline: Array, treatment: Array, *, pair
         freedom=None if test.exact else test.dof,
         ci90=test.ci90,
         interval=test.interval,
+        anytime_interval=anytime_interval(test.mean_difference, test.standard_error, len(baseline))
+        if paired and not test.exact
+        else None,
         certified_bound=test.certified_bound,
         detected=detect(baseline, treatment, test.mean_difference, test.interval, paired=paired),
         p_difference=test.p_difference,

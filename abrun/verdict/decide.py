@@ -29,6 +29,7 @@ from abrun.verdict.description import (
 )
 from abrun.verdict.divergence import measure_divergence
 from abrun.verdict.evidence import Evidence, Kind, select_evidence
+from abrun.verdict.failure_rates import counts_failures, has_diverged
 from abrun.verdict.far_apart import far_apart_reason
 from abrun.verdict.final_weights import compare_final_weights
 from abrun.verdict.guards import (
@@ -243,7 +244,10 @@ def judge_arm(
     windows = [(result.claim.metric, result.claim.steps) for result in results if result.claim.steps]
     test_alpha = analysis.alpha_guards / count_tests(compare)
     guard_pairs = pairs if sides.paired else pair_with_all_baselines(sides)
+    if is_counted := counts_failures(claims):  # they are one of the claims' results
+        guard_pairs = [pair for pair in guard_pairs if not has_diverged(pair.treatment)]
     guards = check_guards(arm, guard_pairs, sides, compare.guards, savings, windows, test_alpha)
+    guards = [guard for guard in guards if guard["guard"] != "finished" or not is_counted]
     first_steps = check_step_one(arm, pairs, compare, test_alpha, analysis.num_pairs)
     unread_reason = step_one_unread_reason(experiment, arm, first_steps)
     first_steps = [] if unread_reason else first_steps
@@ -340,6 +344,7 @@ def decide_verdict(
         return "INVALID", _shorten_reasons(invalid)
     failed_guards = [guard for guard in select_evidence(evidence, "guard") if guard.result == "fail"]
     crashed = any(guard["guard"] == "finished" for guard in failed_guards)
+    crashed |= any(result.estimate.diverged is not None for result in claims)
     if reads_step_one and not select_evidence(evidence, "step one") and not crashed:
         return "INVALID", [no_shared_step or Code.FIRST_STEP_MISSING(recorded=recorded)]
     outcomes = [

@@ -8,10 +8,12 @@ from abrun.logs.recorded.experiment import RecordedRun, Sides, stack_runs
 from abrun.messages.codes import Code, Reason
 from abrun.recipe.claims import Claim, describe_claim
 from abrun.runs.metric_names import (
+    DIVERGENCE_RATE,
     FINAL_WEIGHTS,
     MEMORY_PEAK,
     Transform,
     default_reduction,
+    default_transform,
     find_metric,
     is_learned,
     is_memory,
@@ -20,7 +22,9 @@ from abrun.stats.equivalence import equivalence_test, limit_test
 from abrun.stats.one_sided import one_sided_pairs_needed
 from abrun.stats.rates import min_runs_of_rate
 from abrun.stats.series import Array, Series, Steps, clip_to_shared_steps, in_window, window_bounds
+from abrun.stats.spread import MIN_PAIRS, spread_test
 from abrun.verdict.claims import pairs_missing_reason
+from abrun.verdict.failure_rates import judge_divergence_rate
 from abrun.verdict.final_weights import measure_weight_distance
 from abrun.verdict.grids import find_grid_problems
 from abrun.verdict.guards import shared_memory_metrics, shared_peak_counter
@@ -32,6 +36,7 @@ from abrun.verdict.results import (
     DetectedDifference,
     ErrorRates,
     Power,
+    TestMethod,
     WindowReduction,
     detect,
 )
@@ -57,19 +62,19 @@ def judge_limit(
     It holds if the one-sided 1 - alpha bound of the mean over seeds keeps it, and is broken if the opposite
     bound is beyond it. For a ratio, the mean is the geometric mean over pairs; for a metric on the
     scale `log_excess`, the ratio is that of the excesses over 1. Raises ComparisonError if the runs do not
-    hold the window.
+    hold the window. A rate of divergence counts runs, and has a module of its own.
     """
     finished = sides.finished
     bounds = window_bounds(claim.window, grid, claim.metric) if len(grid) else None
-    is_ratio = claim.limit is not None and claim.limit[1]
+    own_scale = claim.transform or default_transform(claim.metric)  # which a spread is measured on
     terms = ClaimTerms(
         metric=claim.metric,
         window=claim.window,
         steps=bounds,
         num_steps=0,
-        transform="log_excess" if claim.is_limit_on_excess else "identity",
+        transform=own_scale if claim.sd else "log_excess" if claim.is_limit_on_excess else "identity",
         reduction=_limit_reduction(claim.metric),
-        test="exact" if claim.exact else "ratio limit" if is_ratio else "limit",
+        test=_test_method(claim),
         margin=None,
         margin_unit="",
         margin_number=claim.limit[0] if claim.limit else 0.0,
@@ -79,6 +84,9 @@ def judge_limit(
         kind=claim.kind,
         better=claim.better_direction,
     ).over(finished)
+    if claim.metric == DIVERGENCE_RATE:
+        counting = ClaimResult(arm=arm, claim=replace(terms, steps=None).over(sides))
+        return judge_divergence_rate(counting, sides, claim)
     problem = _find_problem(claim, sides, bounds)
     if bounds and not claim.exact and len(shared := stack_runs(finished.runs, claim.metric)[0]):
         bounds = clip_to_shared_steps(claim.window, bounds, shared[in_window(shared, bounds)])
@@ -92,6 +100,14 @@ def judge_limit(
         if claim.exact
         else _judge_level_or_ratio(result, finished, claim, bounds)
     )
+
+
+def _test_method(claim: Claim) -> TestMethod:
+    if claim.metric == DIVERGENCE_RATE:
+        return "exact rate"
+    if claim.exact or claim.sd:
+        return "exact" if claim.exact else "spread"
+    return "ratio limit" if claim.limit and claim.limit[1] else "limit"
 
 
 def _find_problem(claim: Claim, sides: Sides, bounds: tuple[int, int] | None) -> Reason | None:
@@ -170,6 +186,8 @@ def _judge_level_or_ratio(
     assert claim.limit is not None
     if claim.metric == FINAL_WEIGHTS:
         return _judge_weight_distances(result, sides, claim.limit[0])
+    if claim.sd:
+        return _judge_spread(result, sides, bounds)
     limit, is_ratio = claim.limit
     transform: Transform = "log_excess" if claim.is_limit_on_excess else "log" if is_ratio else "identity"
     baseline, treatment = _levels_of_arms(sides, result.claim, bounds, "identity")
@@ -213,6 +231,21 @@ def _judge_level_or_ratio(
         are_scores=not is_ratio
         and all(np.isin(run.series(claim.metric).values, (0, 1)).all() for run in sides.treatments),
     )
+
+
+def _judge_spread(result: ClaimResult, sides: Sides, bounds: tuple[int, int]) -> ClaimResult:
+    """Test the ratio of the spreads over seeds; independent arms are paired in order (abrun.stats.spread)."""
+    terms, num_pairs = result.claim, min(sides.sizes)
+    levels = _levels_of_arms(sides, terms, bounds, terms.transform)
+    baseline, treatment = (arm_levels[:num_pairs] for arm_levels in levels)
+    if not np.isfinite(np.concatenate(levels)).all():
+        return replace(result, problem=Code.VALUES_UNFIT(needed="number"))
+    if num_pairs < MIN_PAIRS or not np.ptp(baseline) > 1e-9 * np.abs(baseline).max():
+        return replace(result, problem=Code.SPREAD_NOT_SHOWN(needed=MIN_PAIRS, paired=terms.paired))
+    test = spread_test(baseline, treatment, terms.margin_number, terms.alpha)
+    limited = {"limited": test.mean, "limited_interval": test.interval}
+    estimate = ClaimEstimate(**limited, p_equivalence=test.p_below, p_beyond=test.p_above)
+    return replace(result, estimate=estimate, result="holds" if test.p_below < terms.alpha else "undecided")
 
 
 def _levels_of_arms(

@@ -1,10 +1,13 @@
 """The outcome of a claim as a reason that promises no more than was tested."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from abrun.messages.codes import Code, Reason
 from abrun.runs.metric_names import FINAL_WEIGHTS
+from abrun.stats.anytime import MIN_PAIRS
+from abrun.stats.rates import fisher_p
 from abrun.verdict.claims import ASSUMED_PAIR_CORRELATION, assumed_improvement
 from abrun.verdict.results import ClaimResult, ClaimTerms
 
@@ -23,7 +26,9 @@ def outcome_reason(result: ClaimResult, *, has_recipe: bool = True, baseline_arm
         return Code.EXACT_HOLDS(metric=terms.metric, over=sample)
     if terms.test == "exact":
         return Code.EXACT_BROKEN(metric=terms.metric, over=sample, where=estimate.detail)
-    if terms.test in ("limit", "ratio limit"):
+    if estimate.diverged:
+        return _rate_reason(result, arms)
+    if terms.test in ("limit", "ratio limit", "spread"):
         return _limit_reason(result, sample, detected, arms)
     if estimate.mean_difference is None or estimate.interval is None:
         if not terms.paired:
@@ -32,6 +37,36 @@ def outcome_reason(result: ClaimResult, *, has_recipe: bool = True, baseline_arm
     if terms.kind != "within":
         return _one_sided_reason(result, sample, detected, arms)
     return _equivalence_reason(result, sample, detected, arms)
+
+
+def _rate_reason(result: ClaimResult, arms: dict[str, str]) -> Reason:
+    terms, estimate, counts = result.claim, result.estimate, result.estimate.diverged or ()
+    return Code.DIVERGENCE_RATE(
+        result=result.result,
+        margin=terms.margin_text,
+        alpha=terms.alpha,
+        diverged=counts,
+        interval=estimate.limited_interval or estimate.interval,
+        p_equal=min(map(fisher_p, counts, counts[::-1])) if estimate.limited is None else None,
+        p_beyond=estimate.p_beyond_holm,
+        needed=result.power.pairs_needed,
+        **arms,
+    )
+
+
+def after_looking_reason(results: Sequence[ClaimResult]) -> Reason | None:
+    """Return the smallest margins that may be claimed after the data were seen; None if none is known."""
+    margins = []
+    for result in results:
+        terms, estimate = result.claim, result.estimate
+        ends = estimate.ci90, estimate.anytime_interval
+        if result.result == "not tested" or terms.kind not in ("within", "not_worse") or None in ends:
+            continue
+        signs = (-1, 1) if terms.kind == "within" else (-1 if terms.better == "higher" else 1,)
+        once, anytime = (max(0.0, *(sign * end[sign > 0] for sign in signs)) for end in ends if end)
+        values = {name: getattr(terms, name) for name in ("metric", "kind", "transform")}
+        margins.append({**values, "arm": result.arm, "once": once, "anytime": anytime})
+    return Code.MARGINS_AFTER_LOOKING(margins=margins, min_pairs=MIN_PAIRS) if margins else None
 
 
 def _one_sided_reason(
@@ -129,6 +164,8 @@ def _limit_reason(
         measure = "distance"
     elif terms.test == "ratio limit":
         measure = "excess" if terms.transform == "log_excess" else "ratio"
+    elif terms.test == "spread":
+        measure = "spread"
     values = {
         "metric": terms.metric,
         "margin": terms.margin_text,

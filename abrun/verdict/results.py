@@ -25,6 +25,8 @@ TestMethod = Literal[
     "limit",
     "ratio limit",
     "exact",
+    "exact rate",
+    "spread",
 ]
 SCORES: dict[Axis, str] = {"final": "final scores", "prompts": "all prompts"}
 ClaimOutcome = Literal["equivalent", "holds", "different", "undecided", "not tested"]
@@ -155,6 +157,8 @@ class ClaimEstimate:
     freedom: float | None = None  # degrees of freedom of the difference's t distribution
     ci90: tuple[float, float] | None = None
     interval: tuple[float, float] | None = None  # level 1 - 2 alpha, compared with the margin
+    # Each end holds with 95 % confidence at all numbers of pairs at once (abrun.stats.anytime)
+    anytime_interval: tuple[float, float] | None = None
     # The smallest absolute margin that would have passed; `better`: the largest, negative if none would.
     certified_bound: float | None = None
     certified_number: float | None = None  # the same in `margin_unit`
@@ -163,6 +167,8 @@ class ClaimEstimate:
     # Limits: the treatment's mean over seeds, or its ratio to the baseline.
     limited: float | None = None
     limited_interval: tuple[float, float] | None = None  # level 1 - 2 alpha
+    # Rates of divergence: how many runs diverged, of how many; of the baseline, of the treatment
+    diverged: tuple[tuple[int, int], tuple[int, int]] | None = None
     detail: Reason | None = None  # exact claims: the first difference
     # The baseline's mean climb up to the window's end; None without a direction.
     climb: float | None = None
@@ -204,7 +210,8 @@ class ClaimResult:
         names = ("p_equivalence", "p_tost", "certified_bound", "certified_number")
         both = {name: (getattr(self.estimate, name), getattr(largest.estimate, name)) for name in names}
         bounds = {name: max(values) for name, values in both.items() if None not in values}
-        result = replace(self, estimate=replace(self.estimate, **bounds), power=largest.power)
+        estimate = replace(self.estimate, anytime_interval=None, **bounds)  # it holds for means only
+        result = replace(self, estimate=estimate, power=largest.power)
         if largest.result != "undecided" or self.result == "undecided":
             return result
         bound = Code.LARGEST_STEP(bound=largest.estimate.certified_bound)

@@ -11,7 +11,7 @@ from abrun.experiment.power import Spread, plan_claim_power
 from abrun.logs.recorded.experiment import RecordedExperiment, RecordedRun, Sides
 from abrun.messages.codes import Code, Reason
 from abrun.recipe.claims import Claim, describe_claim
-from abrun.runs.metric_names import default_transform
+from abrun.runs.metric_names import DIVERGENCE_RATE, default_transform
 from abrun.stats.equivalence import limit_test, sd_with_resolution
 from abrun.stats.noise import detectable_difference, gap_of_two_runs, passing_margin, two_groups
 from abrun.stats.power import sd_interval, sd_of_difference
@@ -93,7 +93,8 @@ def measure_noise(experiment: RecordedExperiment, runs: Sequence[RecordedRun]) -
 
     Raises ComparisonError for a claim whose window the runs do not have.
     """
-    claims = [(claim, True) for claim in experiment.compare.claims]
+    counted = (claim for claim in experiment.compare.claims if claim.metric != DIVERGENCE_RATE)
+    claims = [(claim, True) for claim in counted]
     claimed = {claim.metric for claim, _ in claims}
     sides = Sides(baselines=tuple(runs), treatments=(), paired=False)
     others = [metric for metric in informative_metrics(sides) if metric not in claimed] if runs else []

@@ -18,8 +18,8 @@ from abrun.recipe.claims import Claim
 from abrun.recipe.merging import implied_by_types
 from abrun.recipe.run import can_change_numbers
 from abrun.runs.metric_names import (
-    FINAL_WEIGHTS,
-    MEMORY_PEAK,
+    DIVERGENCE_RATE,
+    OF_RUNS,
     PEAK_MEMORY,
     STEP_ONE,
     STEP_TIME,
@@ -28,6 +28,7 @@ from abrun.runs.metric_names import (
 )
 from abrun.runs.redaction import yaml_text
 from abrun.stats.series import Array, Steps, in_window, intersect_steps, window_bounds
+from abrun.verdict.failure_rates import counts_failures
 from abrun.verdict.grids import find_grid_problems, find_missing_steps, find_text_values
 from abrun.verdict.guards import shared_peak_counter
 from abrun.verdict.machines import (
@@ -69,7 +70,7 @@ def invalid_reasons(
         )
     return [
         *(_check_seeds(experiment, arm, is_claimed=bool(claims)) if sides.paired else ()),
-        *_check_finished(baselines, treatments, paired=sides.paired),
+        *_check_finished(baselines, treatments, paired=sides.paired, may_fail=counts_failures(claims)),
         *_check_identities(runs),
         *check_copies(runs),
         *_check_rollouts(experiment, arm, sides),
@@ -153,11 +154,11 @@ def _check_seeds(experiment: RecordedExperiment, arm: str, *, is_claimed: bool) 
 
 
 def _check_finished(
-    baselines: Sequence[RecordedRun], treatments: Sequence[RecordedRun], *, paired: bool
+    baselines: Sequence[RecordedRun], treatments: Sequence[RecordedRun], *, paired: bool, may_fail: bool
 ) -> Iterator[Reason]:
     failed: dict[tuple[bool, str], list[str]] = {}
     for run in baselines:
-        if run.status == "failed":
+        if run.status == "failed" and (run.name.rerun or not may_fail):
             failed.setdefault((run.name.rerun > 0, run.failure), []).append(str(run))
     for (is_rerun, failure), runs in failed.items():
         # Pairs are complete without reruns, but step one can fail by the noise floor. A noise floor from only
@@ -357,7 +358,7 @@ def _claim_windows(
     """Yield each claim's metric with the first and last step of its window, if any run recorded it."""
     for claim in claims:
         grid = experiment.metric_steps(claim.metric)
-        if len(grid):
+        if len(grid) and claim.metric != DIVERGENCE_RATE:
             yield claim.metric, window_bounds(claim.window, grid, claim.metric)
 
 
@@ -405,8 +406,7 @@ def _check_metrics(
     experiment: RecordedExperiment, finished: Sequence[RecordedRun], claims: Sequence[Claim]
 ) -> Iterator[Reason]:
     guards = experiment.compare.guards
-    run_level_metrics = (MEMORY_PEAK, FINAL_WEIGHTS)  # checked when they are judged
-    needed = {claim.metric: "claim" for claim in claims if claim.metric not in run_level_metrics}
+    needed = {claim.metric: "claim" for claim in claims if claim.metric not in OF_RUNS}
     if guards.step_time_ratio is not None:
         needed.setdefault(STEP_TIME, "guard")
     if any(TOKEN_MULT_PROB_ERROR in run.metrics for run in finished):

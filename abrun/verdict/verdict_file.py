@@ -17,6 +17,7 @@ from abrun.verdict.evidence import Evidence, Kind, select_evidence
 from abrun.verdict.grids import grid_notes
 from abrun.verdict.injected import measure_sensitivity
 from abrun.verdict.machines import code_notes, environment_notes
+from abrun.verdict.outcomes import after_looking_reason
 from abrun.verdict.results import ClaimEstimate, ClaimResult, ClaimTerms, Power
 from abrun.verdict.seed_noise import OneArm
 from abrun.verdict.trace import describe_trace
@@ -107,6 +108,8 @@ def build_verdict_file(
     arms = [_describing(arm) if _is_without_claim(arm.reasons) else arm for arm in arms]
     one_arm = _describing(one_arm) if one_arm and not experiment.compare.claims else one_arm
     judged = [*arms, *([one_arm] if one_arm else [])]
+    claims = [claim for section in judged for claim in section.claims]
+    late_margins = after_looking_reason(claims) if post_hoc else None
     verdict = worst_verdict([section.verdict for section in judged])
     reasons = one_arm.reasons if one_arm else _merge_arm_reasons(arms, verdict)
     return VerdictFile(
@@ -120,13 +123,14 @@ def build_verdict_file(
             *experiment.left_out,
             *grid_notes(experiment, [arm.arm for arm in arms if _uses_all_runs(arm)]),
             *([Code.POST_HOC(why=post_hoc)] if post_hoc else []),
+            *([late_margins] if late_margins else []),
             *code_notes(experiment),
         ],
         post_hoc=post_hoc is not None,
         num_pairs=min((arm.num_pairs for arm in arms), default=0),
         paired=experiment.compare.paired,
         axis=experiment.axis,
-        claims=[claim for section in judged for claim in section.claims],
+        claims=claims,
         evidence=[
             *(item for section in judged for item in section.evidence),
             *measure_sensitivity(experiment),

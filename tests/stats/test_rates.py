@@ -12,10 +12,12 @@ from abrun.stats.one_sided import improvement_test
 from abrun.stats.rates import (
     Outcomes,
     are_outcomes,
+    fisher_p,
     min_runs_of_difference,
     min_runs_of_rate,
     rate_interval,
     rate_p,
+    runs_to_show_rate,
 )
 
 
@@ -155,3 +157,18 @@ def test_the_fewest_runs_that_can_show_something():
             Outcomes(0 if limit < 0 else n, 0, n, n, paired).p_below(-limit) for n in (needed - 1, needed)
         ]
         assert best[0] >= 0.05 > best[1]
+
+
+@pytest.mark.parametrize("baseline", [(2, 6), (0, 5), (7, 9), (5, 5)])
+@pytest.mark.parametrize("treatment", [(1, 30), (0, 5), (3, 8), (5, 5)])
+def test_equal_rates_have_the_p_value_of_fisher(baseline, treatment):
+    table = [[successes, num - successes] for successes, num in (treatment, baseline)]
+    expected = stats.fisher_exact(table, alternative="less").pvalue
+    assert fisher_p(baseline, treatment) == pytest.approx(expected)
+
+
+def test_the_runs_that_show_a_rate_are_the_fewest_that_do():
+    assert runs_to_show_rate(0, 0.05, 0.05) == 59 and runs_to_show_rate(0, 1e-7, 0.05) is None
+    for num_successes in (0, 1, 4):
+        needed = runs_to_show_rate(num_successes, 0.05, 0.05)
+        assert rate_p(num_successes, needed, 0.05)[0] < 0.05 <= rate_p(num_successes, needed - 1, 0.05)[0]

@@ -20,7 +20,7 @@ from abrun.recipe.claims import Claim, Compare
 from abrun.recipe.extras import is_imported
 from abrun.recipe.faults import ONE_ULP, InjectedFault
 from abrun.runs.layout import RunName
-from abrun.runs.metric_names import FINAL_WEIGHTS, MEMORY_PEAK, REWARD, STEP_ONE
+from abrun.runs.metric_names import OF_RUNS, REWARD, STEP_ONE
 from abrun.runs.records import Status
 from abrun.runs.redaction import list_names
 from abrun.runs.traces import StoredTrace
@@ -465,7 +465,7 @@ def resolve_claims(experiment: RecordedExperiment, claims: Sequence[Claim]) -> l
                 "claim a reward, or add ', lower is better' to --claim"
             )
         resolved.append(resolved_claim)
-        if recorded_metrics and metric not in (*recorded_metrics, MEMORY_PEAK, FINAL_WEIGHTS):
+        if recorded_metrics and metric not in (*recorded_metrics, *OF_RUNS):
             unread = [run.unread[metric] for run in experiment.runs.values() if metric in run.unread]
             if unread:
                 raise ComparisonError(
