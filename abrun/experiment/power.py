@@ -277,9 +277,10 @@ def compare_designs(
         return None
     claims = [power for power in powers if power is not None]
     guard_alpha = compare.guards.alpha * compare.alpha / ALPHA
-    levels = interim_levels(interim, compare.alpha, compare.alpha_spending)
+    spending = compare.model_copy(update={"interim": list(interim)}).spending
+    levels = interim_levels(interim, compare.alpha, spending)
     beyond_alpha = (compare.alpha - guard_alpha) / (len(claims) * num_treatments)
-    beyond_levels = interim_levels(interim, beyond_alpha, compare.alpha_spending)
+    beyond_levels = interim_levels(interim, beyond_alpha, spending)
 
     def simulate(share: float) -> tuple[float, float]:
         """Return the expected pairs, and P(every treatment matches), at this share of the margins."""

@@ -234,7 +234,7 @@ def _render_power(compare: Compare, num_pairs: int) -> RenderableType:
     from abrun.experiment.power import assumed_spread, plan_claim_power
     from abrun.stats.sequential import interim_levels  # scipy: half a second
 
-    levels = interim_levels(compare.interim, compare.alpha, compare.alpha_spending)
+    levels = interim_levels(compare.interim, compare.alpha, compare.spending)
     level = (levels or [compare.alpha])[-1]
     counted = sample_unit(paired=compare.paired)
     headings = ["metric", "window", "margin", "sigma", "correlation"]

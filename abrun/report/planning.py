@@ -207,7 +207,7 @@ class PowerPlan:
     def _levels(self) -> list[float]:
         """The test level at each interim analysis; without any, that of the comparison."""
         compare = self.compare
-        return interim_levels(compare.interim, compare.alpha, compare.alpha_spending) or [compare.alpha]
+        return interim_levels(compare.interim, compare.alpha, compare.spending) or [compare.alpha]
 
     @property
     def _pass_word(self) -> str:
@@ -216,7 +216,7 @@ class PowerPlan:
     def _interim_line(self) -> str:
         levels = [f"{level:.3g}" for level in self._levels]
         text = f"they test at levels {', '.join(levels)} (the table uses the last)"
-        if self.compare.alpha_spending == "equal":
+        if self.compare.spending == "equal":
             text = f"each tests at level {levels[0]}"
         counts = ", ".join(map(str, self.compare.interim))
         return f"Interim analyses at {counts} pairs: {text} instead of {self.compare.alpha:g}."

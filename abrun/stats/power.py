@@ -53,6 +53,15 @@ def welch_dof_per_run(sds: Sequence[float]) -> float:
     return 1 / (weights[0] ** 2 + weights[1] ** 2)
 
 
+def count_like(num_pairs: int, dof: float, alpha: float = ALPHA) -> int:
+    """Return the pairs whose t-interval is as wide as that of `num_pairs` with more degrees of freedom."""
+    width = special.stdtrit(dof, 1 - alpha) / math.sqrt(num_pairs)
+    count = num_pairs
+    while special.stdtrit(count, 1 - alpha) / math.sqrt(count + 1) >= width:
+        count += 1
+    return count
+
+
 def power_at(
     margin: float,
     sd_difference: float,
@@ -60,8 +69,9 @@ def power_at(
     alpha: float = ALPHA,
     true_difference: float = 0.0,
     dof_per_pair: float = 1.0,
+    prior_dof: float = 0.0,
 ) -> float:
-    """Return P(TOST passes) for normal differences, exact: see `tost_power`.
+    """Return P(TOST passes) for normal differences, exact: see `tost_power`; approximate with a prior.
 
     For independent arms, `sd_difference` is the sd of the difference of one run of each arm, `num_pairs` the
     number of runs of each arm, and `dof_per_pair` their `welch_dof_per_run`.
@@ -69,7 +79,7 @@ def power_at(
     if num_pairs < 2:
         return 0.0
     error = sd_difference / math.sqrt(num_pairs)
-    return tost_power(margin, error, dof_per_pair * (num_pairs - 1), alpha, true_difference)
+    return tost_power(margin, error, prior_dof + dof_per_pair * (num_pairs - 1), alpha, true_difference)
 
 
 def tost_power(
@@ -156,6 +166,7 @@ def pairs_needed(
     max_pairs: int = MAX_PAIRS,
     true_difference: float = 0.0,
     dof_per_pair: float = 1.0,
+    prior_dof: float = 0.0,
 ) -> int | None:
     """Return the smallest number of pairs, or of runs of each arm, with 80 % power; see `power_at`.
 
@@ -164,17 +175,22 @@ def pairs_needed(
     if abs(true_difference) >= margin:
         return None
     return find_min_pairs(
-        lambda pairs: power_at(margin, sd_difference, pairs, alpha, true_difference, dof_per_pair),
+        lambda pairs: power_at(margin, sd_difference, pairs, alpha, true_difference, dof_per_pair, prior_dof),
         max_pairs=max_pairs,
     )
 
 
 def pairs_needed_range(
-    margin: float, sd_difference: float, num_pairs: float, alpha: float = ALPHA, dof_per_pair: float = 1.0
+    margin: float,
+    sd_difference: float,
+    num_pairs: float,
+    alpha: float = ALPHA,
+    dof_per_pair: float = 1.0,
+    prior_dof: float = 0.0,
 ) -> tuple[int | None, int | None]:
     """Return `pairs_needed` at both ends of the 90 % interval of an sd from `num_pairs` differences."""
     low, high = (
-        pairs_needed(margin, sd, alpha=alpha, dof_per_pair=dof_per_pair)
+        pairs_needed(margin, sd, alpha=alpha, dof_per_pair=dof_per_pair, prior_dof=prior_dof)
         for sd in sd_interval(sd_difference, num_pairs)
     )
     return low, high

@@ -174,6 +174,12 @@ class ClaimEstimate:
     p_beyond: float | None = None  # minimum-effect test beyond the margin; that a one-sided claim is broken
     p_beyond_holm: float | None = None
     pair_correlation: float | None = None
+    # Noise of earlier experiments, declared before the runs: the sd and its degrees of freedom that moderate
+    # this test, from so many experiments, and the interval without it
+    prior_sd: float | None = None
+    prior_dof: float | None = None
+    prior_experiments: int | None = None
+    interval_alone: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
