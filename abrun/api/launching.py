@@ -71,10 +71,11 @@ def plan_launch(
 
     Raises RecipeError or LaunchError if the options do not fit the recipe or `auto` cannot be resolved.
     """
+    experiment_dir = resolve_experiment_dir(recipe.name, options)
+    recipe = declare_noise(recipe, experiment_dir)
     if options.until_decided or options.max_seeds is not None:
         recipe = _declare_stages(recipe, options)
     draft = make_draft(recipe)
-    experiment_dir = resolve_experiment_dir(recipe.name, options)
     settings = resolve_launcher_settings(recipe.launcher, options.launcher)
     engine, cluster = None, make_cluster(settings, experiment_dir, options.jobs)
     if cluster:
@@ -89,8 +90,7 @@ def plan_launch(
         plan = predict.resolve_auto(
             recipe, draft, options, find_problems, is_local=is_local, dry_run=dry_run, say=say
         )
-    plan = declare_noise(plan, experiment_dir)
-    for prior in () if options.resume else plan.recipe.compare.noise_priors:
+    for prior in () if options.resume else recipe.compare.noise_priors:
         earlier = counted(prior.experiments, "earlier experiment")
         say(f"{prior.metric} over {prior.window}: noise of {earlier}, sd {prior.sd:.3g}, d0 {prior.dof:.1f}")
     return PlannedLaunch(plan=plan, experiment_dir=experiment_dir, engine=engine, cluster=cluster)

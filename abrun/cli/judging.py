@@ -447,6 +447,7 @@ def power(
         abrun power --from pilot --set compare.claims.0.margin=0.1
         abrun power quickstart --sigma 0.02 --correlation 0.8 --max-seeds 12
     """
+    from abrun.experiment.noise import declare_noise
     from abrun.experiment.plan import make_draft
     from abrun.launch.stages import add_interim_analyses
     from abrun.logs.recorded.stored import load_experiment
@@ -470,6 +471,7 @@ def power(
         f"abrun power {shlex.quote(str(planned))}{option_text({'--set': overrides or []})} --sigma X"
     )
     loaded = load_recipe(planned, overrides or [])
+    loaded = declare_noise(loaded, experiment_dir.parent / "-" if experiment_dir else runs_dir / "-")
     if max_seeds is not None:
         loaded = add_interim_analyses(loaded, max_seeds)
     make_draft(loaded)  # raises the errors that a launch would raise

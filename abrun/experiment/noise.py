@@ -7,18 +7,19 @@ and scale. What is declared is in the experiment's record and its hash, not the 
 import hashlib
 import json
 import math
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from abrun.experiment.plan import ExperimentPlan
 from abrun.recipe.claims import Claim, Compare, NoisePrior
-from abrun.recipe.experiment import ExperimentDeclaration
+from abrun.recipe.experiment import AUTO_SETTINGS, ExperimentDeclaration
 from abrun.recipe.reading import dotted
 from abrun.recipe.run import can_change_numbers, recorded_source
 from abrun.runs.experiment import is_experiment, open_experiment
 from abrun.runs.metric_names import default_transform
 from abrun.runs.noise import NOISE, NoiseRecord, read_noise
+
+Declaration = TypeVar("Declaration", bound=ExperimentDeclaration)
 
 
 def noise_file(compare: Compare, runs_dir: Path) -> Path | None:
@@ -29,37 +30,38 @@ def noise_file(compare: Compare, runs_dir: Path) -> Path | None:
 
 
 def hash_baseline(recipe: ExperimentDeclaration) -> str:
-    """Return a hash of the baseline's settings that can change numbers; of these, defaults are left out."""
-    config = dotted(recipe.run_config(recipe.baseline).model_dump(mode="json", exclude_defaults=True))
-    settings = {key: value for key, value in config.items() if can_change_numbers(key)}
-    return _hash(settings)
+    """Return a hash of the baseline's settings that change numbers, without defaults and `auto` values."""
+    config = recipe.with_auto_values().run_config(recipe.baseline)
+    settings = dotted(config.model_dump(mode="json", exclude_defaults=True))
+    names = [key for key in settings if can_change_numbers(key) and key not in AUTO_SETTINGS]
+    return _hash({name: settings[name] for name in names})
 
 
-def declare_noise(plan: ExperimentPlan, experiment_dir: Path) -> ExperimentPlan:
-    """Return the plan with the priors of its claims, fitted to the history or, to resume, as launched.
+def declare_noise(recipe: Declaration, experiment_dir: Path) -> Declaration:
+    """Return the recipe with the priors of its claims, fitted to the history or, to resume, as launched.
 
     Raises StoreError for a damaged history.
     """
-    compare = plan.recipe.compare
+    compare = recipe.compare
     changes: dict[str, Any] = {}
     if is_experiment(experiment_dir):
         stored = open_experiment(experiment_dir).get("recipe", {}).get("compare") or {}
         priors = stored.get("noise_priors") or []
         changes["noise_priors"] = [NoisePrior.model_validate(prior) for prior in priors]
         changes["alpha_spending"] = compare.alpha_spending or stored.get("alpha_spending")
-    elif compare.claims and not compare.noise_priors:
-        changes["noise_priors"] = fit_priors(plan.recipe, experiment_dir)
-    recipe = plan.recipe.model_copy(update={"compare": compare.model_copy(update=changes)})
-    return replace(plan, recipe=recipe)
+    elif not compare.noise_priors:
+        changes["noise_priors"] = _fit_priors(recipe, experiment_dir)
+    return recipe.model_copy(update={"compare": compare.model_copy(update=changes)})
 
 
-def fit_priors(recipe: ExperimentDeclaration, experiment_dir: Path) -> list[NoisePrior]:
+def _fit_priors(recipe: ExperimentDeclaration, experiment_dir: Path) -> list[NoisePrior]:
     """Return a prior for each claim on paired differences that has a history. Raises StoreError."""
     compare = recipe.compare
     path = noise_file(compare, experiment_dir.parent)
     if path is None or not compare.paired or compare.reference or len(recipe.arms) < 2:
         return []
-    treatments = [recipe.run_config(arm) for arm in recipe.arms if arm != recipe.baseline]
+    decided = recipe.with_auto_values()
+    treatments = [decided.run_config(arm) for arm in recipe.arms if arm != recipe.baseline]
     recorded = all(recorded_source(config) is not None for config in treatments)
     baseline = hash_baseline(recipe)
     records = [

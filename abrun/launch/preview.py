@@ -241,7 +241,9 @@ def _render_power(compare: Compare, num_pairs: int) -> RenderableType:
     headings += [f"power, {num_pairs} {counted}", "80 % needs"]
     rows, missing_keys, is_unknown = [], list[str](), False
     for index, claim in enumerate(compare.claims):
-        spread = assumed_spread(claim, compare.reference is not None, paired=compare.paired)
+        spread = assumed_spread(
+            claim, compare.reference is not None, paired=compare.paired, priors=compare.noise_priors
+        )
         chances = plan_claim_power(claim, compare, spread, level)
         if claim.difference_kind is None:
             power = "a limit: no power" if claim.limit else "exact: no power"
@@ -279,7 +281,9 @@ def _render_interim(plan: ExperimentPlan, *, can_stage: bool, is_staged: bool) -
     )
 
     powers = [
-        plan_claim_power(claim, compare, assumed_spread(claim, compare.reference is not None))
+        plan_claim_power(
+            claim, compare, assumed_spread(claim, bool(compare.reference), priors=compare.noise_priors)
+        )
         for claim in compare.claims
     ]
     designs = propose_designs(compare, len(seeds), powers, len(plan.recipe.arms) - 1)

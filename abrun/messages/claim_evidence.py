@@ -134,7 +134,7 @@ MESSAGES: dict[Code, Message] = {
     "{steps[0]}-{steps[1]})",
     Code.DIFFERS_EARLIER: _differs_earlier,
     Code.NOISE_BORROWED: "noise from {num:count earlier experiment} (d0 = {dof:.1f}): {pairs} pairs "
-    "count like {like}; without it the interval would be {interval[0]:.3g} to {interval[1]:.3g}",
+    "count like {like:.1f}; without it the interval would be {interval[0]:.3g} to {interval[1]:.3g}",
     Code.NOISE_UNLIKE: "the noise of {num:count earlier experiment} (sd {sd:.2g}) is not used: an F test "
     "tells it from this one's (sd {own:.2g})",
     Code.LARGEST_STEP: "at the step where each pair differs most, only ±{bound:.3g} would hold",

@@ -412,6 +412,15 @@ class Controls(Section):
         return ulp_arms | {fault.arm: fault for fault in self.faults}
 
 
+def find_prior(
+    priors: Sequence[NoisePrior], claim: Claim, *, recorded: bool | None = None
+) -> NoisePrior | None:
+    """Return the noise of a claim's metric, window and scale; `recorded`: of pairs on recorded rollouts."""
+    scale = claim.metric, claim.window, claim.transform or default_transform(claim.metric)
+    alike = (prior for prior in priors if (prior.metric, prior.window, prior.transform) == scale)
+    return next((prior for prior in alike if recorded in (None, prior.recorded)), None)
+
+
 def is_one_sided(kind: ClaimKind, metric: str) -> bool:
     """Return whether a claim is a limit, non-inferiority or superiority; a limited distance is none."""
     return kind not in ("within", "exact") and metric != FINAL_WEIGHTS

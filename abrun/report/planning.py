@@ -267,10 +267,13 @@ class PowerPlan:
 
     def _spread(self, claim: Claim) -> Spread | None:
         if self.earlier is not None:
-            return measure_spread(self.earlier, claim, paired=self.compare.paired)
+            measured = measure_spread(self.earlier, claim, paired=self.compare.paired)
+            known = assumed_spread(claim, False, paired=self.compare.paired, priors=self.compare.noise_priors)
+            return measured and replace(measured, prior=known and known.prior)
         overrides = {"sigma": self.sigma, "correlation": self.correlation}
         claim = claim.model_copy(update={key: value for key, value in overrides.items() if value is not None})
-        return assumed_spread(claim, self.compare.reference is not None, paired=self.compare.paired)
+        priors, has_reference = self.compare.noise_priors, self.compare.reference is not None
+        return assumed_spread(claim, has_reference, paired=self.compare.paired, priors=priors)
 
     def _spread_text(self, spread: Spread | None, claim: Claim) -> str:
         rho = spread.correlation if spread else claim.correlation

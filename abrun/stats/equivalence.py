@@ -170,9 +170,9 @@ def estimate_difference(
         return estimate_welch_difference(baseline, treatment, resolution)
     num_pairs = len(baseline)
     mean, error, dof = estimate_mean(treatment - baseline)
-    if prior and prior.is_like(num_pairs * error**2, dof):
-        variance, dof = prior.moderate(num_pairs * error**2, dof)
-        error = math.sqrt(variance / num_pairs)
+    if prior:
+        variance, dof = map(float, prior.moderate_alike(num_pairs * error**2, dof))
+        error = error if dof == num_pairs - 1 else math.sqrt(variance / num_pairs)
     return mean, max(error, min_standard_error(resolution, num_pairs, dof)), dof
 
 

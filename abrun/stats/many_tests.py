@@ -20,6 +20,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -97,15 +98,17 @@ class VariancePrior:
         total = self.dof + dof
         return (self.dof * self.variance + dof * variance) / total, total
 
-    def is_like(self, variance: float, dof: float) -> bool:
-        """Return False for a sample that is noisier than this distribution, or of another kind.
+    def moderate_alike(self, variance: ArrayLike, dof: float) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return `moderate` of variances that are like this distribution, and any other with its own dof.
 
-        Noisier: the F test at 5 %. Of another kind, such as runs that differ by rounding alone: below a
-        quantile so small that leaving the prior out there costs a level of 0.05 nothing.
+        Unlike: noisier by the F test at 5 %, or of another kind, such as runs that differ by rounding alone:
+        below a quantile so small that leaving out the prior costs a level of 0.05 nothing.
         """
-        ratio = variance / self.variance
-        low, high = (float(special.fdtri(dof, self.dof, p)) for p in (_TINY_P, 0.95))
-        return low < ratio <= high
+        own, total = np.asarray(variance, float), self.dof + dof
+        low, high = (special.fdtri(dof, self.dof, p) * self.variance for p in (_TINY_P, 0.95))
+        is_like = (low < own) & (own <= high)
+        moderated = (self.dof * self.variance + dof * own) / total
+        return np.where(is_like, moderated, own), np.where(is_like, total, dof)
 
 
 def fit_prior(variances: Sequence[float], dofs: Sequence[float]) -> VariancePrior | None:

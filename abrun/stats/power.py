@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from scipy import special
 
 from abrun.stats.equivalence import ALPHA, MIN_FOR_MISMATCH
+from abrun.stats.many_tests import VariancePrior
 
 TARGET_POWER = 0.8
 MAX_PAIRS = 1000  # search limit: larger sample sizes are reported as "more than 1000"
@@ -53,13 +54,11 @@ def welch_dof_per_run(sds: Sequence[float]) -> float:
     return 1 / (weights[0] ** 2 + weights[1] ** 2)
 
 
-def count_like(num_pairs: int, dof: float, alpha: float = ALPHA) -> int:
-    """Return the pairs whose t-interval is as wide as that of `num_pairs` with more degrees of freedom."""
+def count_like(num_pairs: int, dof: float, alpha: float = ALPHA) -> float:
+    """Return how many pairs alone have a t-interval as wide as `num_pairs` with more degrees of freedom."""
     width = special.stdtrit(dof, 1 - alpha) / math.sqrt(num_pairs)
-    count = num_pairs
-    while special.stdtrit(count, 1 - alpha) / math.sqrt(count + 1) >= width:
-        count += 1
-    return count
+    counts = np.arange(num_pairs, num_pairs + 50, 0.1)
+    return float(counts[special.stdtrit(counts - 1, 1 - alpha) / np.sqrt(counts) >= width].max())
 
 
 def power_at(
@@ -122,21 +121,30 @@ def simulate_tost_decisions(
     *,
     difference: float = 0.0,
     stream: int = 0,
+    prior: VariancePrior | None = None,
 ) -> Decisions:
     """Return what paired TOST and the minimum-effect test decide at each of `counts` pairs.
 
     `levels` [C] and `beyond_levels` [C] are their alpha at each count, `difference` the true one. Experiments
-    of different `stream` are independent.
+    of different `stream` are independent. `prior` moderates the variance, as in the verdict.
     """
     rng = np.random.default_rng([0, stream])
     draws = difference + sd_difference * rng.standard_normal((NUM_EXPERIMENTS, counts[-1]))
 
+    def moderate(error: Array, count: int) -> tuple[Array, Array | float]:
+        if prior is None:
+            return error, count - 1
+        variance, dof = prior.moderate_alike(count * error**2, count - 1)
+        return np.sqrt(variance / count), dof
+
     def matches(mean: Array, error: Array, count: int, alpha: float) -> Array:
-        return np.abs(mean) + float(special.stdtrit(count - 1, 1 - alpha)) * error < margin
+        error, dof = moderate(error, count)
+        return np.abs(mean) + special.stdtrit(dof, 1 - alpha) * error < margin
 
     def differs(mean: Array, error: Array, count: int, alpha: float) -> Array:
+        error, dof = moderate(error, count)
         with np.errstate(divide="ignore", invalid="ignore"):
-            tails = [special.stdtr(count - 1, (end * margin - np.abs(mean)) / error) for end in (1, -1)]
+            tails = [special.stdtr(dof, (end * margin - np.abs(mean)) / error) for end in (1, -1)]
         return np.add(*tails) < alpha
 
     return decide_at(draws, counts, levels, beyond_levels, matches, differs)

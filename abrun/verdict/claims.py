@@ -12,7 +12,7 @@ from scipy import special
 from abrun.errors import ComparisonError
 from abrun.logs.recorded.experiment import RecordedRun, Sides, stack_runs, union_steps
 from abrun.messages.codes import Code, Reason
-from abrun.recipe.claims import Claim, NoisePrior
+from abrun.recipe.claims import Claim, NoisePrior, find_prior
 from abrun.runs.metric_names import default_reduction, default_transform
 from abrun.stats.equivalence import (
     MIN_FOR_MISMATCH,
@@ -138,9 +138,7 @@ def judge_equivalence(
     if outside:
         return replace(result, problem=result.problem or Code.CLAIM_OUTSIDE_DOMAIN(problem=outside))
     if min(usable.sizes) and bounds and not repeated_run:
-        recorded = finished.share_rollouts
-        scale = (metric, claim.window, transform, recorded)
-        prior = next((p for p in priors if (p.metric, p.window, p.transform, p.recorded) == scale), None)
+        prior = find_prior(priors, claim, recorded=finished.share_rollouts)
         result = _test_claim(result, usable, claim, margin, in_window, prior)
     if usable.sizes != sides.sizes and not result.problem:
         result = replace(result, problem=pairs_missing_reason(usable, sides, equivalence=True))
