@@ -47,6 +47,7 @@ from abrun.stats.sigma_margin import (
 from abrun.verdict.margins import Margin, measure_yardstick
 from abrun.verdict.results import (
     ONE_TEST,
+    BorrowedNoise,
     ClaimEstimate,
     ClaimResult,
     ClaimTerms,
@@ -301,6 +302,7 @@ def add_statistics(
     if prior and law and yardstick is None and not test.exact:
         alone = equivalence_test(baseline, treatment, number, terms.alpha, None, resolution)
         result = _describe_prior(result, prior, alone)
+        estimate = result.estimate
     if terms.kind != "within":
         result = _add_one_sided_statistics(result, baseline, treatment, margin, yardstick, resolution, law)
         return _qualify_outcomes(result) if test.exact else result
@@ -312,6 +314,7 @@ def add_statistics(
     error = max([test.standard_error, *errors])
     error_ratio = error / test.standard_error if test.standard_error else 1.0
     terms = replace(terms, margin=margin)
+    prior_dof = estimate.noise.dof if estimate.noise else 0.0
     sd, dof_per_pair = error * math.sqrt(len(baseline)), 1.0
     if not terms.paired:
         sds = [error_ratio * sd_with_resolution(summaries, resolution) for summaries in (baseline, treatment)]
@@ -327,7 +330,7 @@ def add_statistics(
             p_beyond=test.p_beyond,
             sd_at_margin=None if margins is None else test.sd_difference * error_ratio,
         ),
-        power=_estimate_power(terms, test, error, sd, dof_per_pair, estimate.prior_dof or 0.0),
+        power=_estimate_power(terms, test, error, sd, dof_per_pair, prior_dof),
         result="equivalent" if test.equivalent else "undecided",
     )
     return _qualify_outcomes(result) if test.exact else result
@@ -340,16 +343,15 @@ def _describe_prior(result: ClaimResult, prior: NoisePrior, alone: TostResult) -
     if estimate.freedom == alone.dof:
         return replace(result, warnings=(*result.warnings, Code.NOISE_UNLIKE(**counted)))
     assert estimate.freedom is not None
-    like = count_like(num_pairs, estimate.freedom, result.claim.alpha)
-    borrowed = Code.NOISE_BORROWED(**counted, dof=prior.dof, like=like, interval=alone.interval)
-    estimate = replace(
-        estimate,
-        prior_sd=prior.sd,
-        prior_dof=prior.dof,
-        prior_experiments=prior.experiments,
+    noise = BorrowedNoise(
+        sd=prior.sd,
+        dof=prior.dof,
+        experiments=prior.experiments,
+        pairs_like=count_like(num_pairs, estimate.freedom, result.claim.alpha),
         interval_alone=alone.interval,
     )
-    return replace(result, estimate=estimate, warnings=(*result.warnings, borrowed))
+    borrowed = Code.NOISE_BORROWED(**counted, dof=prior.dof, like=noise.pairs_like, interval=alone.interval)
+    return replace(result, estimate=replace(estimate, noise=noise), warnings=(*result.warnings, borrowed))
 
 
 def _qualify_outcomes(result: ClaimResult) -> ClaimResult:
@@ -539,7 +541,7 @@ def _estimate_one_sided_power(
 ) -> Power:
     """Return power and sample size with the observed spread; a margin in sigmas counts as a number."""
     num_runs, standard_error = min(len(baseline), len(treatment)), estimate.standard_error or 0.0
-    prior_dof = estimate.prior_dof or 0.0
+    prior_dof = estimate.noise.dof if estimate.noise else 0.0
     dof_per_pair, dof = 1.0, prior_dof + len(baseline) - 1.0
     if not terms.paired:
         dof_per_pair = welch_dof_per_run([mean_and_sd(summaries)[1] for summaries in (baseline, treatment)])
