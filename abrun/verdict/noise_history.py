@@ -19,11 +19,10 @@ from abrun.verdict.results import ClaimResult
 def record_noise(experiment: RecordedExperiment, arms: Iterable[ArmVerdict]) -> Iterator[Reason]:
     """Add the spread of a launched experiment's tested differences to the history; yield why not, if so.
 
-    Several treatments share a baseline, and their mean variance counts once. A comparison of some of the
-    seeds adds nothing: they could have been chosen for their spread.
+    Several treatments share a baseline, and their mean variance counts once.
     """
     directory = experiment.directory
-    if directory is None or experiment.regression or experiment.unselected or not experiment.compare.paired:
+    if directory is None or experiment.regression or not experiment.compare.paired:
         return
     path = noise_file(experiment.compare, directory.parent)
     spreads: dict[tuple[Any, ...], list[ClaimResult]] = {}
