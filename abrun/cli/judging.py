@@ -434,12 +434,17 @@ def power(
         float | None, typer.Option(min=-0.99, max=0.99, help="Correlation of arms that share a seed.")
     ] = None,
     max_seeds: PlannedSeeds = None,
+    hours: Annotated[
+        float | None,
+        typer.Option(min=0, help="GPU hours of one run; default: the recorded ones of the --from runs."),
+    ] = None,
     as_json: Json = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Estimate the power, and the seeds that the margins need.
 
-    Trains nothing: the spread over seeds is given, or measured in an earlier experiment.
+    Trains nothing: the spread over seeds is given, measured in an earlier experiment, or that of
+    RUNS_DIR/noise.jsonl. With --from it prices windows: a longer one needs fewer pairs once the curve is flat.
 
     Examples:
         abrun power quickstart
@@ -489,6 +494,7 @@ def power(
         correlation=correlation,
         seeds=loaded.seeds,
         num_treatments=len(loaded.arms) - 1,
+        hours=hours,
     )
     if as_json:
         print_json(plan.as_json())

@@ -68,7 +68,15 @@ def passes(x: Floats, prior: tuple[Floats, Floats] | None, margin: float, level:
     return np.abs(mean) + special.stdtrit(dof, 1 - level) * error < margin
 
 
-def rates(num_pairs: int, count: int, *, noisier: float = 1.0, shape: str = "normal", shared: bool = False):
+def rates(
+    num_pairs: int,
+    count: int,
+    *,
+    noisier: float = 1.0,
+    shape: str = "normal",
+    shared: bool = False,
+    quieter: float = 0.0,
+):
     """Return errors at the margin and power of equal arms, each without and with the history."""
     rng = np.random.default_rng([num_pairs, count, int(noisier), SHAPES.index(shape), shared])
     sds = noisier * np.exp(SPREAD * rng.standard_normal((NUM, 1)))
@@ -77,6 +85,9 @@ def rates(num_pairs: int, count: int, *, noisier: float = 1.0, shape: str = "nor
         baseline, others = rng.standard_normal((NUM, 1, num_pairs)), (NUM, count + 1, num_pairs)
         both = (rng.standard_normal(others) - baseline) / np.sqrt(2)
         x, variances, dof = both[:, 0], both[:, 1:].var(axis=2, ddof=1), num_pairs - 1
+    if quieter:  # half of the earlier experiments are of another kind
+        variances = variances * np.where(rng.random(variances.shape) < 0.5, quieter**-2.0, 1.0)
+    variances *= 0.3**2 if shape == SHAPES[-1] else 1.0  # no earlier run failed
     margin, prior = MARGIN * noisier, fit(variances, dof)
     at_margin = [passes(margin + sds * x, law, margin).mean() for law in (None, prior)]
     return *at_margin, *(passes(sds * x, law, margin).mean() for law in (None, prior))
@@ -153,6 +164,7 @@ def main() -> None:
     cells += [(f"{factor}x noisier", {"count": 10, "noisier": factor}) for factor in (2, 3, 5)]
     cells += [(shape, {"count": 10, "shape": shape}) for shape in SHAPES[1:]]
     cells += [("one shared baseline", {"count": 10, "shared": True})]
+    cells += [("half of them 10x quieter", {"count": 10, "quieter": 10.0})]
     rows = []
     for name, options in cells:
         found = [rates(num_pairs, **options) for num_pairs in (2, 3, 5)]
