@@ -444,7 +444,8 @@ def power(
     """Estimate the power, and the seeds that the margins need.
 
     Trains nothing: the spread over seeds is given, measured in an earlier experiment, or that of
-    RUNS_DIR/noise.jsonl. With --from it prices windows: a longer one needs fewer pairs once the curve is flat.
+    RUNS_DIR/noise.jsonl. With --from it prices windows: a longer one needs fewer pairs once the curve is
+    flat.
 
     Examples:
         abrun power quickstart

@@ -41,12 +41,10 @@ def price_windows(
     compares how fast arms learn, and is no substitute.
     """
     runs = [run for run in earlier.arm(earlier.baseline).values() if run.finished]
-    longest = next(
-        (f"last {p}%" for p in range(MAX_PERCENT, 20, -10) if _is_flat(runs, claim, f"last {p}%", margin)),
-        None,
-    )
+    longer = (f"last {percent}%" for percent in range(MAX_PERCENT, 50, -10))
+    longest = next((window for window in longer if _is_flat(runs, claim, window, margin)), claim.window)
     priced = []
-    for window in dict.fromkeys([claim.window, *WINDOWS, *filter(None, [longest])]):
+    for window in dict.fromkeys([claim.window, *WINDOWS, longest]):
         spread, power = plan(claim.model_copy(update={"window": window}))
         if spread is None or power is None:
             continue

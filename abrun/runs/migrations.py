@@ -112,10 +112,10 @@ def _restore(tree: Any, path: list[str], default: Any, section_type: str | None)
 
 def earlier_forms(compare: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield a declared comparison as earlier versions spelled and hashed it, the newest form first."""
-    # Equal levels were the default, which is not part of the hash
-    compare = {key: value for key, value in compare.items() if (key, value) != ("alpha_spending", "equal")}
-    yield compare
-    tree: Any = _convert_limits({"compare": compare}, _level_as_number)
+    if compare.get("alpha_spending") == "equal":  # it was the default, which is not part of the hash
+        compare = {key: value for key, value in compare.items() if key != "alpha_spending"}
+        yield compare
+    tree: Any = _convert_limits({"compare": dict(compare)}, _level_as_number)
     yield tree["compare"]
     for old, new in RENAMED.items():
         tree = _rename(tree, new.split("."), old.rpartition(".")[2])
