@@ -1,5 +1,6 @@
 """What earlier versions wrote stays readable and resumable: see tests/formats/README.md."""
 
+import hashlib
 import json
 import os
 import re
@@ -11,7 +12,7 @@ import pytest
 from pydantic import BaseModel
 
 from abrun.errors import ComparisonError, RecipeError
-from abrun.experiment.plan import make_plan
+from abrun.experiment.plan import compare_hash, launched_compare_hash, make_plan
 from abrun.logs.recorded.reference import add_entry, load_reference
 from abrun.logs.recorded.stored import load_experiment
 from abrun.recipe.claims import Compare
@@ -155,6 +156,10 @@ def test_earlier_hashes_of_a_declaration() -> None:
     claims = [{"metric": "a", "above": -0.5}]
     assert oldest == {"primary": claims, "looks": [2, 3], "looks_spending": "rising"}
     assert migrate({"compare": oldest}) == {"compare": compare_section.model_dump(exclude_defaults=True)}
+    # Equal levels were the default, which no hash has
+    equal = Compare.model_validate({"interim": [4, 8], "alpha_spending": "equal"})
+    launched = hashlib.sha256(json.dumps({"interim": [4, 8]}, sort_keys=True).encode()).hexdigest()
+    assert launched_compare_hash(launched, equal) == compare_hash(equal) != launched
     for number in (-1, -1.0, -1e-7, -1e22, -0.1, 0.1, "0.9x"):
         migrated = migrate({"compare": {"claims": [{"above": number}]}})["compare"]
         form = next(earlier_forms(migrated))

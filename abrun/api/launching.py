@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from abrun.errors import AbrunError, LaunchError, RecipeError
+from abrun.experiment.noise import declare_noise
 from abrun.experiment.options import LaunchOptions
 from abrun.experiment.plan import ExperimentPlan, RunName, make_draft
 from abrun.launch import stages
@@ -19,6 +20,7 @@ from abrun.launch.cluster import ClusterJobs, find_cluster_jobs, make_cluster
 from abrun.launch.engine import Engine, make_engine
 from abrun.launch.prepare import resolve_experiment_dir
 from abrun.launch.supervisor import LaunchOutcome, run_plan, submit_plan, wait_for_jobs
+from abrun.messages.numbers import counted
 from abrun.recipe.experiment import CommandRecipe, Recipe
 from abrun.recipe.implementations import load_tool, scheduler_names
 from abrun.recipe.launcher import resolve_launcher_settings
@@ -69,10 +71,11 @@ def plan_launch(
 
     Raises RecipeError or LaunchError if the options do not fit the recipe or `auto` cannot be resolved.
     """
+    experiment_dir = resolve_experiment_dir(recipe.name, options)
+    recipe = declare_noise(recipe, experiment_dir)
     if options.until_decided or options.max_seeds is not None:
         recipe = _declare_stages(recipe, options)
     draft = make_draft(recipe)
-    experiment_dir = resolve_experiment_dir(recipe.name, options)
     settings = resolve_launcher_settings(recipe.launcher, options.launcher)
     engine, cluster = None, make_cluster(settings, experiment_dir, options.jobs)
     if cluster:
@@ -87,6 +90,9 @@ def plan_launch(
         plan = predict.resolve_auto(
             recipe, draft, options, find_problems, is_local=is_local, dry_run=dry_run, say=say
         )
+    for prior in () if options.resume else recipe.compare.noise_priors:
+        earlier = counted(prior.experiments, "earlier experiment")
+        say(f"{prior.metric} over {prior.window}: noise of {earlier}, sd {prior.sd:.3g}, d0 {prior.dof:.1f}")
     return PlannedLaunch(plan=plan, experiment_dir=experiment_dir, engine=engine, cluster=cluster)
 
 

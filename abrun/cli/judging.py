@@ -435,12 +435,18 @@ def power(
         float | None, typer.Option(min=-0.99, max=0.99, help="Correlation of arms that share a seed.")
     ] = None,
     max_seeds: PlannedSeeds = None,
+    hours: Annotated[
+        float | None,
+        typer.Option(min=0, help="GPU hours of one run; default: the recorded ones of the --from runs."),
+    ] = None,
     as_json: Json = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Estimate the power, and the seeds that the margins need.
 
-    Trains nothing: the spread over seeds is given, or measured in an earlier experiment.
+    Trains nothing: the spread over seeds is given, measured in an earlier experiment, or that of
+    RUNS_DIR/noise.jsonl. With --from it prices windows: a longer one needs fewer pairs once the curve is
+    flat.
 
     Examples:
         abrun power quickstart
@@ -448,6 +454,7 @@ def power(
         abrun power --from pilot --set compare.claims.0.margin=0.1
         abrun power quickstart --sigma 0.02 --correlation 0.8 --max-seeds 12
     """
+    from abrun.experiment.noise import declare_noise
     from abrun.experiment.plan import make_draft
     from abrun.launch.stages import add_interim_analyses
     from abrun.logs.recorded.stored import load_experiment
@@ -471,6 +478,7 @@ def power(
         f"abrun power {shlex.quote(str(planned))}{option_text({'--set': overrides or []})} --sigma X"
     )
     loaded = load_recipe(planned, overrides or [])
+    loaded = declare_noise(loaded, experiment_dir.parent / "-" if experiment_dir else runs_dir / "-")
     if max_seeds is not None:
         loaded = add_interim_analyses(loaded, max_seeds)
     make_draft(loaded)  # raises the errors that a launch would raise
@@ -488,6 +496,7 @@ def power(
         correlation=correlation,
         seeds=loaded.seeds,
         num_treatments=len(loaded.arms) - 1,
+        hours=hours,
     )
     if as_json:
         print_json(plan.as_json())

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
-from abrun.recipe.claims import Claim, Compare
+from abrun.messages.numbers import counted
+from abrun.recipe.claims import Claim, Compare, NoisePrior, find_prior
 from abrun.runs.files import MAX_FILE_BYTES, read_regular
 from abrun.stats.equivalence import ALPHA, MIN_FOR_MISMATCH
+from abrun.stats.many_tests import VariancePrior
 from abrun.stats.one_sided import (
     one_sided_pairs_needed,
     one_sided_power,
@@ -59,6 +61,7 @@ class Spread:
     source: str = "assumed"
     level: float | None = None  # of the baseline in the window, where measured
     climb: float | None = None  # of the baseline up to the window's end, where measured
+    prior: VariancePrior | None = None  # the noise of earlier experiments, which the verdict's test uses
 
     @property
     def law(self) -> VarianceModel:
@@ -79,8 +82,18 @@ class Spread:
         return sd_upper_bound(self.sd_difference, self.num_pairs, ASSURANCE)
 
 
-def assumed_spread(claim: Claim, has_reference: bool, *, paired: bool = True) -> Spread | None:
-    """Return the spread assumed in the recipe; None if the margin is absolute and sigma unknown."""
+def assumed_spread(
+    claim: Claim, has_reference: bool, *, paired: bool = True, priors: Sequence[NoisePrior] = ()
+) -> Spread | None:
+    """Return the spread assumed in the recipe, or else that of earlier experiments.
+
+    None if the margin is absolute and neither is known.
+    """
+    known = find_prior(priors, claim) if paired else None
+    prior = known and VariancePrior(known.sd**2, known.dof)
+    if known and claim.sigma is None:
+        source = f"noise of {counted(known.experiments, 'earlier experiment')}"
+        return Spread(sigma=None, correlation=0.0, sd_difference=known.sd, source=source, prior=prior)
     if not paired:
         claim = claim.model_copy(update={"correlation": 0.0})
     if claim.sigma_margin is not None and has_reference:  # everything in units of the reference's sigma
@@ -90,7 +103,7 @@ def assumed_spread(claim: Claim, has_reference: bool, *, paired: bool = True) ->
     if claim.sigma is None:
         return None
     difference = sd_of_difference(claim.sigma, claim.correlation)
-    return Spread(sigma=claim.sigma, correlation=claim.correlation, sd_difference=difference)
+    return Spread(sigma=claim.sigma, correlation=claim.correlation, sd_difference=difference, prior=prior)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,14 +150,18 @@ def plan_claim_power(
         return None
     # Independent arms are assumed to have equal variance; `sd` is that of the difference of one run each
     sd, freedom = spread.planned_sd, welch_dof_per_run((1.0, 1.0)) if not compare.paired else 1.0
+    prior_dof = spread.prior.dof if spread.prior else 0.0
     return ClaimPower(
-        power=lambda pairs: power_at(margin, sd, pairs, alpha, dof_per_pair=freedom),
-        pairs_needed=pairs_needed(margin, sd, alpha=alpha, dof_per_pair=freedom),
+        power=lambda pairs: power_at(margin, sd, pairs, alpha, dof_per_pair=freedom, prior_dof=prior_dof),
+        pairs_needed=pairs_needed(margin, sd, alpha=alpha, dof_per_pair=freedom, prior_dof=prior_dof),
         pairs_needed_range=pairs_needed_range(margin, spread.sd_difference, spread.num_pairs, alpha, freedom)
         if spread.num_pairs
         else None,
         decisions=lambda counts, levels, beyond_levels, share, stream: simulate_tost_decisions(
-            margin, sd, counts, levels, beyond_levels, difference=share * margin, stream=stream
+            *(margin, sd, counts, levels, beyond_levels),
+            difference=share * margin,
+            stream=stream,
+            prior=spread.prior,
         ),
     )
 
@@ -257,9 +274,14 @@ def interim_counts(first_pairs: int, max_pairs: int) -> list[int]:
     return sorted({first_pairs, round((first_pairs + max_pairs) / 2), max_pairs})
 
 
-def first_analysis(num_pairs: int) -> int | None:
+def min_first_pairs(compare: Compare) -> int:
+    """Return the fewest pairs of a first analysis: with the noise of earlier experiments, two can match."""
+    return MIN_FIRST_PAIRS - bool(compare.noise_priors)
+
+
+def first_analysis(num_pairs: int, min_pairs: int = MIN_FIRST_PAIRS) -> int | None:
     """Return the pairs of the first analysis of several that end with `num_pairs`; None if too few."""
-    first_pairs = max(MIN_FIRST_PAIRS, math.ceil(num_pairs / 2))
+    first_pairs = max(min_pairs, math.ceil(num_pairs / 2))
     return first_pairs if first_pairs < num_pairs else None
 
 
@@ -277,9 +299,10 @@ def compare_designs(
         return None
     claims = [power for power in powers if power is not None]
     guard_alpha = compare.guards.alpha * compare.alpha / ALPHA
-    levels = interim_levels(interim, compare.alpha, compare.alpha_spending)
+    spending = compare.model_copy(update={"interim": list(interim)}).spending
+    levels = interim_levels(interim, compare.alpha, spending)
     beyond_alpha = (compare.alpha - guard_alpha) / (len(claims) * num_treatments)
-    beyond_levels = interim_levels(interim, beyond_alpha, compare.alpha_spending)
+    beyond_levels = interim_levels(interim, beyond_alpha, spending)
 
     def simulate(share: float) -> tuple[float, float]:
         """Return the expected pairs, and P(every treatment matches), at this share of the margins."""
@@ -335,7 +358,7 @@ def propose_designs(
     """
     if compare.interim:
         return compare_designs(compare, compare.interim, powers, num_treatments)
-    first_pairs = first_analysis(num_pairs)
+    first_pairs = first_analysis(num_pairs, min_first_pairs(compare))
     if first_pairs is None:
         return None
     for max_pairs in range(num_pairs, num_pairs + MAX_EXTRA_PAIRS + 1):

@@ -238,14 +238,16 @@ def _render_power(compare: Compare, num_pairs: int) -> RenderableType:
     from abrun.experiment.power import assumed_spread, plan_claim_power
     from abrun.stats.sequential import interim_levels  # scipy: half a second
 
-    levels = interim_levels(compare.interim, compare.alpha, compare.alpha_spending)
+    levels = interim_levels(compare.interim, compare.alpha, compare.spending)
     level = (levels or [compare.alpha])[-1]
     counted = sample_unit(paired=compare.paired)
     headings = ["metric", "window", "margin", "sigma", "correlation"]
     headings += [f"power, {num_pairs} {counted}", "80 % needs"]
     rows, missing_keys, is_unknown = [], list[str](), False
     for index, claim in enumerate(compare.claims):
-        spread = assumed_spread(claim, compare.reference is not None, paired=compare.paired)
+        spread = assumed_spread(
+            claim, compare.reference is not None, paired=compare.paired, priors=compare.noise_priors
+        )
         chances = plan_claim_power(claim, compare, spread, level)
         if claim.difference_kind is None:
             power = "a limit: no power" if claim.limit else "exact: no power"
@@ -283,7 +285,9 @@ def _render_interim(plan: ExperimentPlan, *, can_stage: bool, is_staged: bool) -
     )
 
     powers = [
-        plan_claim_power(claim, compare, assumed_spread(claim, compare.reference is not None))
+        plan_claim_power(
+            claim, compare, assumed_spread(claim, bool(compare.reference), priors=compare.noise_priors)
+        )
         for claim in compare.claims
     ]
     designs = propose_designs(compare, len(seeds), powers, len(plan.recipe.arms) - 1)

@@ -29,7 +29,7 @@ def add_interim_analyses(recipe: Recipe | CommandRecipe, max_seeds: int | None) 
     if that is below 3). New seeds are the smallest unused numbers. Raises RecipeError if nothing could be
     decided, or if recipe and `max_seeds` name different last analyses.
     """
-    from abrun.experiment.power import MIN_FIRST_PAIRS, interim_counts  # scipy
+    from abrun.experiment.power import interim_counts, min_first_pairs  # scipy
 
     name, interim = recipe.name, recipe.compare.interim
     if not recipe.compare.claims:
@@ -51,7 +51,9 @@ def add_interim_analyses(recipe: Recipe | CommandRecipe, max_seeds: int | None) 
         return recipe
     max_count = DEFAULT_MAX_SEEDS if max_seeds is None else max_seeds
     num_seeds = len(recipe.seeds)
-    first_pairs = num_seeds if num_seeds >= MIN_FIRST_PAIRS else min(DEFAULT_FIRST_PAIRS, max_count - 1)
+    first_pairs = (
+        num_seeds if num_seeds >= min_first_pairs(recipe.compare) else min(DEFAULT_FIRST_PAIRS, max_count - 1)
+    )
     if not 2 <= first_pairs < max_count:
         raise RecipeError(
             f"--max-seeds: got {max_count} with {num_seeds} seeds in the recipe; allowed: more than the "

@@ -65,6 +65,7 @@ POST_HOC: dict[Code, Message] = {
 NOTES: dict[Code, Message] = {
     Code.NOTE_OF_RUNS: "{runs:some}: {note}",
     Code.DECIDED_AT_LAUNCH: "{decision}",
+    Code.NOISE_NOT_WRITTEN: "the noise of this experiment was not added to its history: {problem}",
     Code.CODE_DIFFERS: _code_differs,
     Code.PRECISION_DIFFERS: _precision_differs,
     Code.ON_RECORDED_ROLLOUTS: "{arm} trained on recorded rollouts: the verdict is about the trainers on "

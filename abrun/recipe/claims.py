@@ -7,18 +7,19 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from abrun.errors import RecipeError
 from abrun.recipe.faults import ACCEPT_FAULT_NAME, ONE_ULP, InjectedFault
 from abrun.recipe.refusals import shortened, suggest_name, validated
-from abrun.recipe.section import Count, FieldError, PathText, Positive, Section, rule
+from abrun.recipe.section import Count, FieldError, PathText, Positive, Section, check_path, rule
 from abrun.runs.metric_names import (
     DIVERGENCE_RATE,
     FINAL_WEIGHTS,
     MEMORY_PEAK,
     STEP_ONE,
     Better,
+    Transform,
     better_direction,
     default_transform,
     learning_sign,
@@ -35,12 +36,13 @@ DIRECTIONS = {", higher is better": True, ", lower is better": False}
 DifferenceKind = Literal["within", "not_worse", "better"]
 ClaimKind = Literal["within", "not_worse", "better", "limit", "sd", "exact"]
 ClaimField = Literal["margin", "not_worse", "better", "below", "above", "sd", "exact"]
+MAX_SD = 1e100  # of a recorded noise: its square is finite
 CLAIM_NAMES: dict[DifferenceKind, str] = {
     "within": "an equivalence",
     "not_worse": "a non-inferiority",
     "better": "a superiority",
 }
-Spending = Literal["equal", "rising"]  # how alpha is spent over interim analyses
+Spending = Literal["equal", "rising", "obrien_fleming"]  # how alpha is spent over interim analyses
 Unit = Literal["", "sigma", "level", "climb"]  # unit of a margin; "": the metric's own unit
 
 
@@ -318,6 +320,22 @@ def is_interim_schedule(counts: Sequence[int]) -> bool:
     return len(counts) > 1 and counts[0] > 1 and all(a < b for a, b in pairwise(counts))
 
 
+class NoisePrior(Section):
+    """Noise of paired differences in earlier experiments: a launch fits it to their history and records it.
+
+    It is that of one metric over one window and scale. The sd counts as so many degrees of freedom.
+    """
+
+    metric: str
+    window: str
+    transform: Transform
+    recorded: bool = False  # pairs on recorded rollouts
+    sd: Annotated[float, Field(gt=0, le=MAX_SD)]
+    dof: Annotated[float, Field(gt=0, le=4)]
+    experiments: Count
+    sha256: str = ""  # of the records that it was fitted to
+
+
 class Compare(Section):
     """Comparison settings, declared before the runs and hashed into the experiment at launch."""
 
@@ -333,10 +351,20 @@ class Compare(Section):
     alpha: Annotated[float, Field(gt=0, le=0.2)] = 0.05
     # all: every claim must hold, each tested at alpha; any: one suffices, with Holm's correction
     require: Literal["all", "any"] = "all"
-    # equal: the same alpha for each interim analysis; rising: in proportion to its pairs
-    alpha_spending: Spending = "equal"
+    # equal: the same alpha for each interim analysis; rising: in proportion to its pairs; obrien_fleming:
+    # almost all of it for the last ones. None: equal if the first is at 2 or 3 pairs, else obrien_fleming
+    alpha_spending: Spending | None = None
+    # History of the spread over seeds: auto (noise.jsonl of the experiments' folder), none, or a file. A
+    # launch reads it into noise_priors, and each report of an experiment adds to it
+    noise: Annotated[str, Field(min_length=1), AfterValidator(check_path)] = "auto"
+    noise_priors: list[NoisePrior] = Field(default=[], max_length=1000)
     # File of abrun reference save; path relative to the working directory or the recipe's folder
     reference: PathText | None = None
+
+    @property
+    def spending(self) -> Spending:
+        """Return how alpha is spent: O'Brien and Fleming's first level would decide nothing at 3 pairs."""
+        return self.alpha_spending or ("equal" if min(self.interim, default=0) < 4 else "obrien_fleming")
 
     @rule
     def _check_pairs(self) -> None:
@@ -413,6 +441,15 @@ class Controls(Section):
         rounds = range(-(-self.ulp_reruns // num_seeds))
         ulp_arms = {f"one-ulp{f'-{i + 1}' if i else ''}": InjectedFault(name=ONE_ULP, draw=i) for i in rounds}
         return ulp_arms | {fault.arm: fault for fault in self.faults}
+
+
+def find_prior(
+    priors: Sequence[NoisePrior], claim: Claim, *, recorded: bool | None = None
+) -> NoisePrior | None:
+    """Return the noise of a claim's metric, window and scale; `recorded`: of pairs on recorded rollouts."""
+    scale = claim.metric, claim.window, claim.transform or default_transform(claim.metric)
+    alike = (prior for prior in priors if (prior.metric, prior.window, prior.transform) == scale)
+    return next((prior for prior in alike if recorded in (None, prior.recorded)), None)
 
 
 def is_one_sided(kind: ClaimKind, metric: str) -> bool:

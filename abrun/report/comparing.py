@@ -37,6 +37,7 @@ from abrun.runs.metric_names import default_transform
 from abrun.verdict.decide import ArmVerdict, Verdict, judge
 from abrun.verdict.margins import freeze_claims
 from abrun.verdict.new_run import has_single_run
+from abrun.verdict.noise_history import record_noise
 from abrun.verdict.seed_noise import describe_one_arm
 from abrun.verdict.verdict_file import VerdictFile, as_json, build_verdict_file
 
@@ -221,6 +222,8 @@ def compare(
     if arms or (one_arm and one_arm.claims):
         post_hoc_reason = find_post_hoc_reason(experiment, declared or experiment.compare)
     content = build_verdict_file(experiment, arms, post_hoc_reason, one_arm)
+    if output is not None:
+        content = replace(content, notes=[*content.notes, *record_noise(experiment, arms)])
     claim_tests = [
         make_claim_test(experiment, arm.arm)
         for arm in arms

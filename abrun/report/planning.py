@@ -25,6 +25,7 @@ from abrun.recipe.claims import Claim, Compare, describe_claim
 from abrun.recipe.experiment import ExperimentDeclaration
 from abrun.recipe.reading import dotted
 from abrun.report.present.tables import Table, columns
+from abrun.report.windows import PricedWindow, pair_hours, price_windows
 from abrun.runs.metric_names import DIVERGENCE_RATE
 from abrun.runs.redaction import display_safe_tree, shortened
 from abrun.stats.power import pairs_needed, power_at, sd_of_difference
@@ -124,6 +125,7 @@ class PowerPlan:
     correlation: float | None = None
     seeds: Sequence[int] = ()
     num_treatments: int = 1
+    hours: float | None = None  # of one run and its devices; None: those of the earlier runs
 
     @cached_property
     def claims(self) -> list[PlannedClaim]:
@@ -164,6 +166,7 @@ class PowerPlan:
                 f"All {len(powers)} claims must pass: at least {power} with {self.num_pairs} {self._unit}."
             )
             lines.append(Text(all_pass))
+        lines += [part for plan in self.claims for part in self._render_windows(plan)]
         if self.compare.interim:
             lines.append(Text(self._interim_line()))
         if self.designs:
@@ -181,7 +184,11 @@ class PowerPlan:
             "interim": list(self.compare.interim),
             "alpha": self._levels[-1],
             "levels": self._levels,
-            "claims": [self._claim_json(plan.claim, plan.spread, plan.power) for plan in self.claims],
+            "claims": [
+                self._claim_json(plan.claim, plan.spread, plan.power)
+                | {"windows": [asdict(window) for window in self.windows(plan)]}
+                for plan in self.claims
+            ],
             "designs": self.designs and asdict(self.designs),
         }
 
@@ -209,7 +216,7 @@ class PowerPlan:
     def _levels(self) -> list[float]:
         """The test level at each interim analysis; without any, that of the comparison."""
         compare = self.compare
-        return interim_levels(compare.interim, compare.alpha, compare.alpha_spending) or [compare.alpha]
+        return interim_levels(compare.interim, compare.alpha, compare.spending) or [compare.alpha]
 
     @property
     def _pass_word(self) -> str:
@@ -218,7 +225,7 @@ class PowerPlan:
     def _interim_line(self) -> str:
         levels = [f"{level:.3g}" for level in self._levels]
         text = f"they test at levels {', '.join(levels)} (the table uses the last)"
-        if self.compare.alpha_spending == "equal":
+        if self.compare.spending == "equal":
             text = f"each tests at level {levels[0]}"
         counts = ", ".join(map(str, self.compare.interim))
         return f"Interim analyses at {counts} pairs: {text} instead of {self.compare.alpha:g}."
@@ -250,6 +257,43 @@ class PowerPlan:
         table = Table(columns("claim", "margin", *numbers, numeric=numbers), rows)
         return [Text(heading, style="bold"), table]
 
+    def windows(self, plan: PlannedClaim) -> list[PricedWindow]:
+        """Return what the claim would need over other windows of the earlier runs, the cheapest first."""
+        if self.earlier is None or plan.power is None or plan.claim.margin_in[1] != "":
+            return []
+        margin = plan.claim.margin_in[0] or plan.claim.improvement or 0.0
+        one_pair = self.hours * (1 + self.num_treatments) if self.hours else pair_hours(self.earlier)
+
+        def price(claim: Claim) -> tuple[Spread | None, ClaimPower | None]:
+            spread = self._spread(claim)
+            return spread, plan_claim_power(claim, self.compare, spread, self._levels[-1])
+
+        return price_windows(self.earlier, plan.claim, price, margin, one_pair)
+
+    def _render_windows(self, plan: PlannedClaim) -> Iterator[RenderableType]:
+        """Yield a table of windows, and the cheapest over which the baseline's curve is flat."""
+        windows = self.windows(plan)
+        if len(windows) < 2:
+            return
+        numbers = ("sd of a difference", "80 % power at", "GPU hours")
+        rows = [
+            (
+                window.window,
+                "yes" if window.is_flat else "no, it still learns",
+                f"{window.sd_difference:.3g}",
+                f"{pairs_or_more_text(window.pairs_needed)} {self._unit}",
+                "unknown" if window.hours is None else f"{window.hours:.2g}",
+            )
+            for window in windows
+        ]
+        yield Text(f"\n{plan.claim.metric}: what other windows would need", style="bold")
+        yield Table(columns("window", "flat", *numbers, numeric=numbers), rows)
+        cheapest = windows[0]
+        if cheapest.is_flat and cheapest.pairs_needed:
+            is_own = cheapest.window == plan.claim.window
+            kept = "which the claim has" if is_own else f"declare window: {cheapest.window}"
+            yield Text(f"Cheapest that decides: {cheapest.window}, {kept}")
+
     def _render_designs(self, designs: Designs) -> list[RenderableType]:
         """Return the expected cost of both designs, and which one is cheaper."""
         headings = [f"P({self._pass_word})", "pairs if equal", "pairs at the margin"]
@@ -273,10 +317,13 @@ class PowerPlan:
 
     def _spread(self, claim: Claim) -> Spread | None:
         if self.earlier is not None:
-            return measure_spread(self.earlier, claim, paired=self.compare.paired)
+            measured = measure_spread(self.earlier, claim, paired=self.compare.paired)
+            known = assumed_spread(claim, False, paired=self.compare.paired, priors=self.compare.noise_priors)
+            return measured and replace(measured, prior=known and known.prior)
         overrides = {"sigma": self.sigma, "correlation": self.correlation}
         claim = claim.model_copy(update={key: value for key, value in overrides.items() if value is not None})
-        return assumed_spread(claim, self.compare.reference is not None, paired=self.compare.paired)
+        priors, has_reference = self.compare.noise_priors, self.compare.reference is not None
+        return assumed_spread(claim, has_reference, paired=self.compare.paired, priors=priors)
 
     def _spread_text(self, spread: Spread | None, claim: Claim) -> str:
         rho = spread.correlation if spread else claim.correlation

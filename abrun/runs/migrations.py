@@ -112,6 +112,9 @@ def _restore(tree: Any, path: list[str], default: Any, section_type: str | None)
 
 def earlier_forms(compare: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield a declared comparison as earlier versions spelled and hashed it, the newest form first."""
+    if compare.get("alpha_spending") == "equal":  # it was the default, which is not part of the hash
+        compare = {key: value for key, value in compare.items() if key != "alpha_spending"}
+        yield compare
     tree: Any = _convert_limits({"compare": dict(compare)}, _level_as_number)
     yield tree["compare"]
     for old, new in RENAMED.items():

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import special  # scipy.stats would take a second to import
 
+from abrun.stats.many_tests import VariancePrior
 from abrun.stats.rates import Outcomes, are_outcomes, rate_interval, rate_p
 
 ALPHA = 0.05
@@ -57,6 +58,7 @@ def equivalence_test(
     resolution: float = 0.0,
     *,
     paired: bool = True,
+    prior: VariancePrior | None = None,
 ) -> TostResult:
     """Run TOST for |mean(treatment - baseline)| < margin, or < margin * mean(yardstick) with a yardstick.
 
@@ -64,8 +66,9 @@ def equivalence_test(
     yardstick the margin is itself estimated. The test stays exact because it compares the treatment with
     baseline ± margin * yardstick, run by run, in two t-tests (Sasabuchi 1988). `resolution` is the step in
     which summaries move, see `min_standard_error`. At 0, arms without any spread (bit-identical, or an exact
-    shift) are decided by value: the interval is a point and every p is 0 or 1. Raises ValueError for fewer
-    than two pairs, or fewer than two runs of an arm, for non-finite values, and for margin <= 0.
+    shift) are decided by value: the interval is a point and every p is 0 or 1. `prior` moderates the variance
+    of paired differences (Smyth 2004), unless the margin is estimated. Raises ValueError for fewer than two
+    pairs, or fewer than two runs of an arm, for non-finite values, and for margin <= 0.
     """
     baseline_values, treatment_values = check_samples(baseline, treatment, margin, paired=paired)
     margin_unit = np.ones(len(baseline_values)) if yardstick is None else np.asarray(yardstick, float)
@@ -80,10 +83,12 @@ def equivalence_test(
             if paired
             else (sign * baseline_values + share * margin_unit, sign * treatment_values)
         )
-        mean, error, dof = estimate_difference(*samples, resolution, paired=paired)
+        mean, error, dof = estimate_difference(*samples, resolution, paired=paired, prior=prior)
         return p_above(-mean, error, dof)
 
-    mean, error, dof = estimate_difference(baseline_values, treatment_values, resolution, paired=paired)
+    prior = prior if yardstick is None else None
+    samples = baseline_values, treatment_values
+    mean, error, dof = estimate_difference(*samples, resolution, paired=paired, prior=prior)
     sd = (
         mean_and_sd(treatment_values - baseline_values)[1]
         if paired
@@ -153,13 +158,25 @@ def check_samples(
 
 
 def estimate_difference(
-    baseline: NDArray[np.float64], treatment: NDArray[np.float64], resolution: float = 0.0, *, paired: bool
+    baseline: NDArray[np.float64],
+    treatment: NDArray[np.float64],
+    resolution: float = 0.0,
+    *,
+    paired: bool,
+    prior: VariancePrior | None = None,
 ) -> tuple[float, float, float]:
-    """Return the mean of treatment - baseline, its standard error and degrees of freedom."""
+    """Return the mean of treatment - baseline, its standard error and degrees of freedom.
+
+    With a `prior` these are the moderated ones of paired differences that are like it.
+    """
     if not paired:
         return estimate_welch_difference(baseline, treatment, resolution)
+    num_pairs = len(baseline)
     mean, error, dof = estimate_mean(treatment - baseline)
-    return mean, max(error, min_standard_error(resolution, len(baseline))), dof
+    if prior:
+        variance, dof = map(float, prior.moderate_alike(num_pairs * error**2, dof))
+        error = error if dof == num_pairs - 1 else math.sqrt(variance / num_pairs)
+    return mean, max(error, min_standard_error(resolution, num_pairs, dof)), dof
 
 
 def estimate_mean(values: NDArray[np.float64]) -> tuple[float, float, float]:
@@ -173,15 +190,16 @@ def p_above(mean: float, error: float, dof: float, limit: float = 0.0) -> float:
     return float(special.stdtr(dof, (limit - mean) / error)) if error else float(mean <= limit)
 
 
-def min_standard_error(resolution: float, num_values: int) -> float:
+def min_standard_error(resolution: float, num_values: int, dof: float | None = None) -> float:
     """Return the smallest standard error of the mean of `num_values` values that move in steps of
     `resolution`.
 
     An accuracy over 16 prompts is often identical in all of three pairs, and an sd of 0 would claim too
     much. If none of n pairs differs, up to 1 in 1 / (1 - 0.05**(1/n)) may still differ by one step (exact
-    binomial, 95 %). The returned error makes the t-interval reach that far.
+    binomial, 95 %). The returned error makes the t-interval of `dof` (default: n - 1) reach that far.
     """
-    return resolution * (1 - ALPHA ** (1 / num_values)) / float(special.stdtrit(num_values - 1, 1 - ALPHA))
+    quantile = float(special.stdtrit(dof or num_values - 1, 1 - ALPHA))
+    return resolution * (1 - ALPHA ** (1 / num_values)) / quantile
 
 
 def estimate_welch_difference(

@@ -20,6 +20,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -81,6 +82,8 @@ MIN_SAMPLES = 10
 # three pairs find 18 of 150 recipes with a power of 0.9 to 1 instead of 0.1 to 0.2 alone, and more would add
 # nothing; the simulated false discovery rate stays at 0.06 even if a tenth varies five times as much.
 MAX_PRIOR_DOF = 4.0
+MIN_EXCESS = 0.2  # variance of the logarithms of true variances: sds that differ by a factor of 1.25
+_TINY_P = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,19 +98,59 @@ class VariancePrior:
         total = self.dof + dof
         return (self.dof * self.variance + dof * variance) / total, total
 
+    def moderate_alike(self, variance: ArrayLike, dof: float) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return `moderate` of variances that are like this distribution, and any other with its own dof.
+
+        Unlike: noisier by the F test at 5 %, or of another kind, such as runs that differ by rounding alone:
+        below a quantile so small that leaving out the prior costs a level of 0.05 nothing.
+        """
+        own, total = np.asarray(variance, float), self.dof + dof
+        low, high = (special.fdtri(dof, self.dof, p) * self.variance for p in (_TINY_P, 0.95))
+        is_like = (low < own) & (own <= high)
+        moderated = (self.dof * self.variance + dof * own) / total
+        return np.where(is_like, moderated, own), np.where(is_like, total, dof)
+
 
 def fit_prior(variances: Sequence[float], dofs: Sequence[float]) -> VariancePrior | None:
     """Fit the distribution of the variances; None for fewer than MIN_SAMPLES positive, finite ones."""
-    samples, freedom = np.asarray(variances, float), np.asarray(dofs, float)
-    is_usable = (samples > 0) & np.isfinite(samples)  # runs without spread have no logarithm
-    samples, freedom = samples[is_usable], freedom[is_usable]
-    if len(samples) < MIN_SAMPLES:
+    centred, noise = _centre_logs(variances, dofs)
+    if len(centred) < MIN_SAMPLES:
         return None
-    centred = np.log(samples) - special.digamma(freedom / 2) + np.log(freedom / 2)
-    excess = float(centred.var(ddof=1) - special.polygamma(1, freedom / 2).mean())
-    dof = 2 * _invert_trigamma(max(excess, 1e-6))
-    log_variance = float(centred.mean() + special.digamma(dof / 2) - math.log(dof / 2))
-    return VariancePrior(math.exp(log_variance), min(dof, MAX_PRIOR_DOF))
+    excess = float(centred.var(ddof=1)) - noise
+    return _make_prior(float(centred.mean()), max(excess, 1e-6))
+
+
+def predict_variance(variances: Sequence[float], dofs: Sequence[float]) -> VariancePrior | None:
+    """Return the distribution of the variance of the next sample; None without a positive, finite one.
+
+    With K samples the mean of their logarithms errs by (excess + noise) / K, which widens the distribution,
+    and an excess that few samples estimate is at least MIN_EXCESS. One sample of 2 degrees of freedom then
+    counts as 1.7, and no number of samples is too small (simulated in `tests/bench/bench_history.py`).
+    """
+    centred, noise = _centre_logs(variances, dofs)
+    if not len(centred):
+        return None
+    excess = max(float(centred.var(ddof=1)) - noise if len(centred) > 1 else 0.0, MIN_EXCESS)
+    return _make_prior(float(centred.mean()), excess + (excess + noise) / len(centred))
+
+
+def _centre_logs(variances: Sequence[float], dofs: Sequence[float]) -> tuple[NDArray[np.float64], float]:
+    """Return unbiased logarithms of the true variances, and the mean variance of their sampling noise.
+
+    Runs without spread have no logarithm and are left out.
+    """
+    samples, freedom = np.asarray(variances, float), np.asarray(dofs, float)
+    is_usable = (samples > 0) & np.isfinite(samples)
+    samples, halves = samples[is_usable], freedom[is_usable] / 2
+    noise = float(special.polygamma(1, halves).mean()) if len(samples) else 0.0
+    return np.log(samples) - special.digamma(halves) + np.log(halves), noise
+
+
+def _make_prior(mean_log: float, log_variance: float) -> VariancePrior:
+    """Return the distribution whose logarithm has this mean and variance."""
+    dof = 2 * _invert_trigamma(log_variance)
+    variance = math.exp(mean_log + float(special.digamma(dof / 2)) - math.log(dof / 2))
+    return VariancePrior(variance, min(dof, MAX_PRIOR_DOF))
 
 
 def _invert_trigamma(value: float) -> float:

@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike
 from scipy import special
 
 from abrun.stats.equivalence import ALPHA, check_samples, estimate_difference, find_outcomes, p_above
+from abrun.stats.many_tests import VariancePrior
 from abrun.stats.power import NUM_EXPERIMENTS, Array, Decisions, decide_at, find_min_pairs
 
 _NUM_BISECTIONS = 60
@@ -41,13 +42,14 @@ def improvement_test(
     *,
     sign: int,
     paired: bool = True,
+    prior: VariancePrior | None = None,
 ) -> OneSidedResult:
     """Test whether mean(sign * (treatment - baseline)) is above threshold, or threshold * mean(yardstick).
 
     `sign` is 1 if higher is better, else -1. A negative threshold is the margin of a non-inferiority. With a
     yardstick, improvement minus threshold is tested run by run, so that the estimated margin is accounted
-    for (Sasabuchi 1988). `resolution` is that of `equivalence_test`. Raises ValueError for fewer than two
-    pairs or runs, and for non-finite values.
+    for (Sasabuchi 1988). `resolution` and `prior` are those of `equivalence_test`. Raises ValueError
+    for fewer than two pairs or runs, and for non-finite values.
     """
     baseline_values, treatment_values = check_samples(baseline, treatment, 1.0, paired=paired)
     unit = np.ones(len(baseline_values)) if yardstick is None else np.asarray(yardstick, float)
@@ -62,8 +64,9 @@ def improvement_test(
     def excess(share: float) -> tuple[float, float, float]:
         """Return the mean improvement minus `share` yardsticks, its standard error and degrees of freedom."""
         samples = sign * baseline_values + share * unit, sign * treatment_values
-        return estimate_difference(*samples, resolution, paired=paired)
+        return estimate_difference(*samples, resolution, paired=paired, prior=prior)
 
+    prior = prior if yardstick is None else None
     mean, error, dof = excess(threshold)
     if yardstick is None:
         improvement, improvement_error, improvement_dof = excess(0.0)
@@ -115,7 +118,11 @@ def one_sided_power(excess: float, standard_error: float, dof: float, alpha: flo
 
 
 def one_sided_pairs_needed(
-    excess: float, sd_difference: float, alpha: float = ALPHA, dof_per_pair: float = 1.0
+    excess: float,
+    sd_difference: float,
+    alpha: float = ALPHA,
+    dof_per_pair: float = 1.0,
+    prior_dof: float = 0.0,
 ) -> int | None:
     """Return the smallest number of pairs, or of runs of each arm, with 80 % power; see `find_min_pairs`.
 
@@ -125,7 +132,7 @@ def one_sided_pairs_needed(
         return None
     return find_min_pairs(
         lambda pairs: one_sided_power(
-            excess, sd_difference / math.sqrt(pairs), dof_per_pair * (pairs - 1), alpha
+            excess, sd_difference / math.sqrt(pairs), prior_dof + dof_per_pair * (pairs - 1), alpha
         )
     )
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from scipy import special
 
 from abrun.stats.equivalence import ALPHA, MIN_FOR_MISMATCH
+from abrun.stats.many_tests import VariancePrior
 
 TARGET_POWER = 0.8
 MAX_PAIRS = 1000  # search limit: larger sample sizes are reported as "more than 1000"
@@ -53,6 +54,13 @@ def welch_dof_per_run(sds: Sequence[float]) -> float:
     return 1 / (weights[0] ** 2 + weights[1] ** 2)
 
 
+def count_like(num_pairs: int, dof: float, alpha: float = ALPHA) -> float:
+    """Return how many pairs alone have a t-interval as wide as `num_pairs` with more degrees of freedom."""
+    width = special.stdtrit(dof, 1 - alpha) / math.sqrt(num_pairs)
+    counts = np.arange(num_pairs, num_pairs + 50, 0.1)
+    return float(counts[special.stdtrit(counts - 1, 1 - alpha) / np.sqrt(counts) >= width].max())
+
+
 def power_at(
     margin: float,
     sd_difference: float,
@@ -60,8 +68,9 @@ def power_at(
     alpha: float = ALPHA,
     true_difference: float = 0.0,
     dof_per_pair: float = 1.0,
+    prior_dof: float = 0.0,
 ) -> float:
-    """Return P(TOST passes) for normal differences, exact: see `tost_power`.
+    """Return P(TOST passes) for normal differences, exact: see `tost_power`; approximate with a prior.
 
     For independent arms, `sd_difference` is the sd of the difference of one run of each arm, `num_pairs` the
     number of runs of each arm, and `dof_per_pair` their `welch_dof_per_run`.
@@ -69,7 +78,7 @@ def power_at(
     if num_pairs < 2:
         return 0.0
     error = sd_difference / math.sqrt(num_pairs)
-    return tost_power(margin, error, dof_per_pair * (num_pairs - 1), alpha, true_difference)
+    return tost_power(margin, error, prior_dof + dof_per_pair * (num_pairs - 1), alpha, true_difference)
 
 
 def tost_power(
@@ -112,21 +121,30 @@ def simulate_tost_decisions(
     *,
     difference: float = 0.0,
     stream: int = 0,
+    prior: VariancePrior | None = None,
 ) -> Decisions:
     """Return what paired TOST and the minimum-effect test decide at each of `counts` pairs.
 
     `levels` [C] and `beyond_levels` [C] are their alpha at each count, `difference` the true one. Experiments
-    of different `stream` are independent.
+    of different `stream` are independent. `prior` moderates the variance, as in the verdict.
     """
     rng = np.random.default_rng([0, stream])
     draws = difference + sd_difference * rng.standard_normal((NUM_EXPERIMENTS, counts[-1]))
 
+    def moderate(error: Array, count: int) -> tuple[Array, Array | float]:
+        if prior is None:
+            return error, count - 1
+        variance, dof = prior.moderate_alike(count * error**2, count - 1)
+        return np.sqrt(variance / count), dof
+
     def matches(mean: Array, error: Array, count: int, alpha: float) -> Array:
-        return np.abs(mean) + float(special.stdtrit(count - 1, 1 - alpha)) * error < margin
+        error, dof = moderate(error, count)
+        return np.abs(mean) + special.stdtrit(dof, 1 - alpha) * error < margin
 
     def differs(mean: Array, error: Array, count: int, alpha: float) -> Array:
+        error, dof = moderate(error, count)
         with np.errstate(divide="ignore", invalid="ignore"):
-            tails = [special.stdtr(count - 1, (end * margin - np.abs(mean)) / error) for end in (1, -1)]
+            tails = [special.stdtr(dof, (end * margin - np.abs(mean)) / error) for end in (1, -1)]
         return np.add(*tails) < alpha
 
     return decide_at(draws, counts, levels, beyond_levels, matches, differs)
@@ -156,6 +174,7 @@ def pairs_needed(
     max_pairs: int = MAX_PAIRS,
     true_difference: float = 0.0,
     dof_per_pair: float = 1.0,
+    prior_dof: float = 0.0,
 ) -> int | None:
     """Return the smallest number of pairs, or of runs of each arm, with 80 % power; see `power_at`.
 
@@ -164,17 +183,22 @@ def pairs_needed(
     if abs(true_difference) >= margin:
         return None
     return find_min_pairs(
-        lambda pairs: power_at(margin, sd_difference, pairs, alpha, true_difference, dof_per_pair),
+        lambda pairs: power_at(margin, sd_difference, pairs, alpha, true_difference, dof_per_pair, prior_dof),
         max_pairs=max_pairs,
     )
 
 
 def pairs_needed_range(
-    margin: float, sd_difference: float, num_pairs: float, alpha: float = ALPHA, dof_per_pair: float = 1.0
+    margin: float,
+    sd_difference: float,
+    num_pairs: float,
+    alpha: float = ALPHA,
+    dof_per_pair: float = 1.0,
+    prior_dof: float = 0.0,
 ) -> tuple[int | None, int | None]:
     """Return `pairs_needed` at both ends of the 90 % interval of an sd from `num_pairs` differences."""
     low, high = (
-        pairs_needed(margin, sd, alpha=alpha, dof_per_pair=dof_per_pair)
+        pairs_needed(margin, sd, alpha=alpha, dof_per_pair=dof_per_pair, prior_dof=prior_dof)
         for sd in sd_interval(sd_difference, num_pairs)
     )
     return low, high

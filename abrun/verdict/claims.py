@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 from scipy import special
@@ -11,7 +12,7 @@ from scipy import special
 from abrun.errors import ComparisonError
 from abrun.logs.recorded.experiment import RecordedRun, Sides, stack_runs, union_steps
 from abrun.messages.codes import Code, Reason
-from abrun.recipe.claims import Claim
+from abrun.recipe.claims import Claim, NoisePrior, find_prior
 from abrun.runs.metric_names import default_reduction, default_transform
 from abrun.stats.anytime import anytime_interval
 from abrun.stats.equivalence import (
@@ -24,8 +25,16 @@ from abrun.stats.equivalence import (
     sd_with_resolution,
     t_interval,
 )
+from abrun.stats.many_tests import VariancePrior
 from abrun.stats.one_sided import improvement_test, one_sided_pairs_needed, one_sided_power, planned_excess
-from abrun.stats.power import pairs_needed, pairs_needed_range, sd_interval, tost_power, welch_dof_per_run
+from abrun.stats.power import (
+    count_like,
+    pairs_needed,
+    pairs_needed_range,
+    sd_interval,
+    tost_power,
+    welch_dof_per_run,
+)
 from abrun.stats.rates import are_outcomes, min_runs_of_difference
 from abrun.stats.series import Array, Steps, clip_to_shared_steps, in_window, window_bounds
 from abrun.stats.shares import largest_differences
@@ -39,6 +48,7 @@ from abrun.stats.sigma_margin import (
 from abrun.verdict.margins import Margin, measure_yardstick
 from abrun.verdict.results import (
     ONE_TEST,
+    BorrowedNoise,
     ClaimEstimate,
     ClaimResult,
     ClaimTerms,
@@ -81,13 +91,15 @@ def judge_equivalence(
     rates: ErrorRates = ONE_TEST,
     *,
     may_repeat: bool = False,
+    priors: Sequence[NoisePrior] = (),
 ) -> ClaimResult:
     """Test a claim on the difference over the pairs whose runs both finished with finite values, before
     `apply_holm`: equivalence, non-inferiority or superiority.
 
     All claims together are an intersection-union test: every claim at full alpha, without correction. A claim
-    needs every pair (for independent arms every run), and runs that could have shown a difference. Raises
-    ComparisonError for an empty window.
+    needs every pair (for independent arms every run), and runs that could have shown a difference. Of the
+    `priors`, that of the claim's metric, window and scale moderates the test. Raises ComparisonError for an
+    empty window.
     """
     metric, finished = claim.metric, sides.finished
     transform = claim.transform or default_transform(metric)
@@ -128,7 +140,8 @@ def judge_equivalence(
     if outside:
         return replace(result, problem=result.problem or Code.CLAIM_OUTSIDE_DOMAIN(problem=outside))
     if min(usable.sizes) and bounds and not repeated_run:
-        result = _test_claim(result, usable, claim, margin, in_window)
+        prior = find_prior(priors, claim, recorded=finished.share_rollouts)
+        result = _test_claim(result, usable, claim, margin, in_window, prior)
     if usable.sizes != sides.sizes and not result.problem:
         result = replace(result, problem=pairs_missing_reason(usable, sides, equivalence=True))
     return replace(result, result="not tested") if result.problem else result
@@ -156,7 +169,12 @@ def _test_method(claim: Claim, margin: Margin, *, paired: bool) -> TestMethod:
 
 
 def _test_claim(
-    result: ClaimResult, sides: Sides, claim: Claim, margin: Margin, in_window: tuple[Array, Array]
+    result: ClaimResult,
+    sides: Sides,
+    claim: Claim,
+    margin: Margin,
+    in_window: tuple[Array, Array],
+    prior: NoisePrior | None,
 ) -> ClaimResult:
     """Add a claim's statistics to its result, with the problems and warnings that qualify them."""
     bounds = result.claim.steps
@@ -172,10 +190,9 @@ def _test_claim(
         return replace(result, problem=result.problem or yardstick_problem)
     varying = spread_values(*in_window, paired=sides.paired)
     step = 0.0 if are_outcomes(*arms) else find_resolution(sides.runs, claim, varying)
-    without_resolution = add_statistics(result, *arms, yardstick=yardstick)
-    result = (
-        add_statistics(result, *arms, yardstick=yardstick, resolution=step) if step else without_resolution
-    )
+    options: dict[str, Any] = {"yardstick": yardstick, "prior": prior}
+    without_resolution = add_statistics(result, *arms, **options)
+    result = add_statistics(result, *arms, **options, resolution=step) if step else without_resolution
     worse = result.claim.worse if claim.is_one_sided else None
     if is_testable and sides.share_rollouts and is_norm(claim.metric) and claim.kind != "better":
         largest = arms[0] + largest_differences(treatment - baseline, worse)
@@ -263,24 +280,32 @@ def add_statistics(
     *,
     yardstick: Array | None = None,
     resolution: float = 0.0,
+    prior: NoisePrior | None = None,
 ) -> ClaimResult:
-    """Add statistics to a result, from one summary per run. Fewer than two runs an arm are not tested."""
+    """Add statistics to a result, from one summary per run. Fewer than two runs an arm are not tested.
+
+    A `prior` moderates the variance of paired differences, but for a margin that is estimated from the runs.
+    """
     if min(len(baseline), len(treatment)) < 2:
         return result
     terms, in_sigmas = result.claim, result.claim.margin_unit == "sigma"
     # Of other claims than an equivalence by a number or share, only results without the margin are used.
     number = 1.0 if in_sigmas or terms.kind != "within" else terms.margin_number
-    test = equivalence_test(
-        baseline, treatment, number, terms.alpha, yardstick, resolution, paired=terms.paired
-    )
+    law = VariancePrior(prior.sd**2, prior.dof) if prior and terms.paired and not in_sigmas else None
+    options: dict[str, Any] = {"paired": terms.paired, "prior": law}
+    test = equivalence_test(baseline, treatment, number, terms.alpha, yardstick, resolution, **options)
     estimate = _summarize_test(test, baseline, treatment, paired=terms.paired)
     margin = terms.margin_number * (1.0 if yardstick is None else float(yardstick.mean()))
     if in_sigmas:
         margin = terms.margin_number * mean_and_sd(baseline)[1]
     skew = _find_skew(terms, baseline, treatment, step=resolution, min_sd=HARMLESS_SHARE * abs(margin))
     result = replace(result, estimate=estimate, warnings=(skew,) if skew and not test.exact else ())
+    if prior and law and yardstick is None and not test.exact:
+        alone = equivalence_test(baseline, treatment, number, terms.alpha, None, resolution)
+        result = _describe_prior(result, prior, alone)
+        estimate = result.estimate
     if terms.kind != "within":
-        result = _add_one_sided_statistics(result, baseline, treatment, margin, yardstick, resolution)
+        result = _add_one_sided_statistics(result, baseline, treatment, margin, yardstick, resolution, law)
         return _qualify_outcomes(result) if test.exact else result
     if in_sigmas:
         return _add_sigma_statistics(result, baseline, treatment, resolution)
@@ -290,6 +315,7 @@ def add_statistics(
     error = max([test.standard_error, *errors])
     error_ratio = error / test.standard_error if test.standard_error else 1.0
     terms = replace(terms, margin=margin)
+    prior_dof = estimate.noise.dof if estimate.noise else 0.0
     sd, dof_per_pair = error * math.sqrt(len(baseline)), 1.0
     if not terms.paired:
         sds = [error_ratio * sd_with_resolution(summaries, resolution) for summaries in (baseline, treatment)]
@@ -305,10 +331,28 @@ def add_statistics(
             p_beyond=test.p_beyond,
             sd_at_margin=None if margins is None else test.sd_difference * error_ratio,
         ),
-        power=_estimate_power(terms, test, error, sd, dof_per_pair),
+        power=_estimate_power(terms, test, error, sd, dof_per_pair, prior_dof),
         result="equivalent" if test.equivalent else "undecided",
     )
     return _qualify_outcomes(result) if test.exact else result
+
+
+def _describe_prior(result: ClaimResult, prior: NoisePrior, alone: TostResult) -> ClaimResult:
+    """Add the noise of earlier experiments, and what the test would be without it."""
+    num_pairs, estimate = result.claim.num_pairs, result.estimate
+    counted = {"num": prior.experiments, "sd": prior.sd, "own": alone.sd_difference, "pairs": num_pairs}
+    if estimate.freedom == alone.dof:
+        return replace(result, warnings=(*result.warnings, Code.NOISE_UNLIKE(**counted)))
+    assert estimate.freedom is not None
+    noise = BorrowedNoise(
+        sd=prior.sd,
+        dof=prior.dof,
+        experiments=prior.experiments,
+        pairs_like=count_like(num_pairs, estimate.freedom, result.claim.alpha),
+        interval_alone=alone.interval,
+    )
+    borrowed = Code.NOISE_BORROWED(**counted, dof=prior.dof, like=noise.pairs_like, interval=alone.interval)
+    return replace(result, estimate=replace(estimate, noise=noise), warnings=(*result.warnings, borrowed))
 
 
 def _qualify_outcomes(result: ClaimResult) -> ClaimResult:
@@ -379,16 +423,21 @@ def _is_shown_and_is_beyond(result: ClaimResult) -> tuple[bool, bool]:
 
 
 def _estimate_power(
-    terms: ClaimTerms, test: TostResult, standard_error: float, sd: float, dof_per_pair: float
+    terms: ClaimTerms,
+    test: TostResult,
+    standard_error: float,
+    sd: float,
+    dof_per_pair: float,
+    prior_dof: float,
 ) -> Power:
     """Return power and sample size, given the standard error and sd of the difference; see `power_at`."""
     assert terms.margin is not None
     margin, alpha = terms.margin, terms.alpha
-    needed = partial(pairs_needed, margin, alpha=alpha, dof_per_pair=dof_per_pair)
+    needed = partial(pairs_needed, margin, alpha=alpha, dof_per_pair=dof_per_pair, prior_dof=prior_dof)
     return Power(
         power_now=tost_power(margin, standard_error, test.dof, alpha),
         pairs_needed=needed(sd),
-        pairs_needed_range=pairs_needed_range(margin, sd, test.dof + 1, alpha, dof_per_pair),
+        pairs_needed_range=pairs_needed_range(margin, sd, test.dof + 1, alpha, dof_per_pair, prior_dof),
         pairs_needed_observed=needed(sd, true_difference=test.mean_difference),
         pairs_if_shared=None
         if terms.paired
@@ -445,6 +494,7 @@ def _add_one_sided_statistics(
     margin: float,  # in units of the metric
     yardstick: Array | None,  # [M] the number of which a relative margin is a share
     resolution: float,
+    prior: VariancePrior | None,
 ) -> ClaimResult:
     """Add test, bound and power to a result that has its estimate. Two pairs cannot show superiority.
 
@@ -460,7 +510,7 @@ def _add_one_sided_statistics(
         unit = mean_and_sd(baseline)[1]
     else:
         test = improvement_test(
-            *arms, threshold, terms.alpha, yardstick, resolution, sign=sign, paired=paired
+            *arms, threshold, terms.alpha, yardstick, resolution, sign=sign, paired=paired, prior=prior
         )
         unit = 1.0 if yardstick is None else float(yardstick.mean())
     certified = -test.bound if terms.kind == "not_worse" else test.bound
@@ -479,9 +529,7 @@ def _add_one_sided_statistics(
             p_equivalence=test.p_above,
             p_beyond=test.p_below,
         ),
-        power=_estimate_one_sided_power(
-            terms, margin, baseline, treatment, estimate.standard_error or 0.0, sign
-        ),
+        power=_estimate_one_sided_power(terms, margin, baseline, treatment, estimate, sign),
         warnings=warnings,
         result="holds" if holds and not too_few else "undecided",
     )
@@ -493,11 +541,12 @@ def assumed_improvement(terms: ClaimTerms, margin: float, observed: float) -> fl
 
 
 def _estimate_one_sided_power(
-    terms: ClaimTerms, margin: float, baseline: Array, treatment: Array, standard_error: float, sign: int
+    terms: ClaimTerms, margin: float, baseline: Array, treatment: Array, estimate: ClaimEstimate, sign: int
 ) -> Power:
     """Return power and sample size with the observed spread; a margin in sigmas counts as a number."""
-    num_runs = min(len(baseline), len(treatment))
-    dof_per_pair, dof = 1.0, len(baseline) - 1.0
+    num_runs, standard_error = min(len(baseline), len(treatment)), estimate.standard_error or 0.0
+    prior_dof = estimate.noise.dof if estimate.noise else 0.0
+    dof_per_pair, dof = 1.0, prior_dof + len(baseline) - 1.0
     if not terms.paired:
         dof_per_pair = welch_dof_per_run([mean_and_sd(summaries)[1] for summaries in (baseline, treatment)])
         dof = dof_per_pair * (num_runs - 1)
@@ -508,7 +557,7 @@ def _estimate_one_sided_power(
     min_runs = MIN_FOR_MISMATCH if terms.kind == "better" else 2
 
     def needed(excess: float, sd: float) -> int | None:
-        count = one_sided_pairs_needed(excess, sd, alpha=terms.alpha, dof_per_pair=dof_per_pair)
+        count = one_sided_pairs_needed(excess, sd, terms.alpha, dof_per_pair, prior_dof)
         return None if count is None else max(count, min_runs)
 
     low, high = sd_interval(sd, dof + 1) if sd else (0.0, 0.0)

@@ -175,8 +175,11 @@ def judge_claims(
                 margin = resolve_margin(claim, experiment.reference)
                 # Without a declared treatment, nothing says that the numbers have to change
                 undeclared = not find_treatment_diff(experiment, arm)
+                priors = () if experiment.regression or unit == "prompt" else experiment.compare.noise_priors
                 result = judge_equivalence(
-                    arm, claim_sides, claim, margin, grid, rates, may_repeat=may_repeat or undeclared
+                    *(arm, claim_sides, claim, margin, grid, rates),
+                    may_repeat=may_repeat or undeclared,
+                    priors=priors,
                 )
                 if undeclared and not result.problem and are_identical(claim_sides.finished):
                     further = (warning for warning in result.warnings if warning.code != Code.BOUND_OF_ZERO)
@@ -206,7 +209,7 @@ def planned_analyses(
     ]
     guard_alpha = experiment.compare.guards.alpha * alpha / ALPHA
     family_size = max(1, num_claims * len(experiment.treatments))
-    spending = experiment.compare.alpha_spending
+    spending = experiment.compare.spending
     num_sharing = max(1, num_claims) if experiment.compare.require == "any" else 1
     match_levels = interim_levels(counts, alpha / num_sharing, spending)
     mismatch_levels = interim_levels(counts, (alpha - guard_alpha) / family_size, spending)

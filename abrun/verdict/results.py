@@ -141,6 +141,17 @@ class ClaimTerms:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BorrowedNoise:
+    """Noise of earlier experiments, declared before the runs, that moderates a claim's test."""
+
+    sd: float  # of one pair
+    dof: float  # its weight in degrees of freedom
+    experiments: int
+    pairs_like: float  # so many pairs alone would have as many degrees of freedom for their error
+    interval_alone: tuple[float, float]  # without it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimEstimate:
     """Estimates from the runs. Summaries and differences are in units of the transformed metric."""
 
@@ -180,6 +191,7 @@ class ClaimEstimate:
     p_beyond: float | None = None  # minimum-effect test beyond the margin; that a one-sided claim is broken
     p_beyond_holm: float | None = None
     pair_correlation: float | None = None
+    noise: BorrowedNoise | None = None  # absent from verdict.json if None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

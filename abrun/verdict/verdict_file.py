@@ -207,6 +207,8 @@ def values_of(content: VerdictFile, *codes: Code) -> list[Mapping[str, Any]]:
 def flatten_claim(result: dict[str, Any]) -> dict[str, Any]:
     """Return a claim's records as one row, with its warnings as one text."""
     fields = {key: value for record_name in _PARTS for key, value in result.pop(record_name).items()}
+    if fields["noise"] is None:
+        del fields["noise"]
     warning = "; ".join(result.pop("warnings")) or None
     return {"arm": result.pop("arm"), **fields, "warning": warning, **result}
 

@@ -39,8 +39,10 @@ def judge_one_by_one(
 ) -> tuple[float, float]:
     """Return mean pairs and the share of matches of experiments whose tests are run after each stage."""
     rng = np.random.default_rng(5)
-    levels = interim_levels(interim)
-    beyond = interim_levels(interim, (ALPHA - Compare().guards.alpha) / len(margins) / num_treatments)
+    spending = Compare(interim=interim).spending
+    levels = interim_levels(interim, spending=spending)
+    beyond_alpha = (ALPHA - Compare().guards.alpha) / len(margins) / num_treatments
+    beyond = interim_levels(interim, beyond_alpha, spending)
     pairs, matches = [], []
     for _ in range(NUM_EXPERIMENTS):
         verdicts = ["open"] * num_treatments

@@ -6,7 +6,15 @@ from numpy.typing import NDArray
 from scipy import special, stats
 from statsmodels.stats.multitest import multipletests
 
-from abrun.stats.many_tests import benjamini_hochberg, fit_prior, p_of_failures
+from abrun.stats.equivalence import equivalence_test
+from abrun.stats.many_tests import (
+    VariancePrior,
+    benjamini_hochberg,
+    fit_prior,
+    p_of_failures,
+    predict_variance,
+)
+from abrun.stats.one_sided import improvement_test
 
 MARGIN = 3.0  # of the usual sd of a pair
 
@@ -33,6 +41,34 @@ def test_the_prior_of_the_variances_is_recovered() -> None:
     assert (prior.variance, prior.dof) == pytest.approx((2.0, 3.0), rel=0.1)
     assert prior.moderate(8.0, 2.0) == (pytest.approx((3 * 2 + 2 * 8) / 5, rel=0.1), prior.dof + 2)
     assert fit_prior([1.0] * 9 + [0.0, np.inf], [2.0] * 11) is None
+
+
+def test_few_samples_predict_the_next_variance_with_their_own_error() -> None:
+    alone = predict_variance([3.0], [2.0])
+    assert alone is not None and 1 < alone.dof < 2  # one sample of two degrees of freedom counts as less
+    many = predict_variance([3.0] * 1000, [2.0] * 1000)
+    assert many is not None and many.dof == 4.0
+    assert predict_variance([], []) is predict_variance([0.0, np.nan, np.inf], [2.0] * 3) is None
+
+
+def test_a_prior_moderates_alike_samples_only() -> None:
+    prior = VariancePrior(1.0, 4.0)
+    noisier = stats.f.ppf(0.95, 2, 4)
+    variances, dofs = prior.moderate_alike([1.0, noisier * 0.99, noisier * 1.01, 1e-6, 0.0], 2.0)
+    assert dofs.tolist() == [6, 6, 2, 2, 2]
+    assert variances.tolist() == pytest.approx([1.0, (4 + 2 * noisier * 0.99) / 6, noisier * 1.01, 1e-6, 0.0])
+
+    # The tests of a claim: Smyth's moderated t, by hand
+    differences, prior = np.array([0.1, 0.3, 0.8]), VariancePrior(0.04, 3.0)
+    error = np.sqrt((3 * 0.04 + 2 * differences.var(ddof=1)) / 5 / 3)
+    test = equivalence_test(np.zeros(3), differences, 1.0, prior=prior)
+    assert (test.standard_error, test.dof) == pytest.approx((error, 5.0))
+    assert test.interval == pytest.approx(stats.t.interval(0.9, 5, differences.mean(), error))
+    assert test.p_tost == pytest.approx(stats.t.sf((1.0 - differences.mean()) / error, 5))
+    better = improvement_test(np.zeros(3), differences, 0.0, sign=1, prior=prior)
+    assert better.p_above == pytest.approx(stats.t.sf(differences.mean() / error, 5))
+    relative = equivalence_test(np.full(3, 9.0), 9 + differences, 0.1, yardstick=np.full(3, 9.0), prior=prior)
+    assert relative.dof == 2  # a margin that is estimated has another variance
 
 
 def p_beyond(means: NDArray, errors: NDArray, dof: NDArray | float) -> NDArray:

@@ -35,25 +35,29 @@ def test_the_design_s_figure():
 
 @pytest.mark.parametrize("counts", [(3, 5), (3, 5, 8, 10), (4, 8, 12), tuple(range(4, 13))])
 @pytest.mark.parametrize("level", [0.05, 0.04, 0.01])
-def test_rising_levels_err_together_as_often_as_one(counts, level):
+@pytest.mark.parametrize("spending", ["rising", "obrien_fleming"])
+def test_late_levels_err_together_as_often_as_one(counts, level, spending):
     """Match and mismatch alike: both are one-sided tests at the edge of the margin."""
     differences = np.random.default_rng(11).standard_normal((40_000, counts[-1]))
-    levels = interim_levels(counts, level, "rising")
+    levels = interim_levels(counts, level, spending)
     p = [stats.ttest_1samp(differences[:, :n], 0, axis=1, alternative="less")[1] for n in counts]
     smaller = np.array(levels) > np.array(p, float).T
     called = smaller.any(axis=1).mean()
     assert called == pytest.approx(level, abs=4 * np.sqrt(level * (1 - level) / 40_000))
-    assert levels == pytest.approx([levels[-1] * n / counts[-1] for n in counts])
+    shares = np.array(counts) / counts[-1]
+    limits = stats.norm.isf(levels[-1]) / np.sqrt(shares)
+    expected = {"rising": levels[-1] * shares, "obrien_fleming": stats.norm.sf(limits)}
+    assert levels == pytest.approx(expected[spending].tolist())
 
 
-def test_rising_levels_have_more_power_where_margins_are_tight():
+def test_late_levels_have_more_power_where_margins_are_tight():
     """At 4, 8 and 12 pairs: .0109, .0218, .0327 instead of .0223 each."""
     counts = (4, 8, 12)
     assert interim_levels(counts, spending="rising") == pytest.approx([0.0109, 0.0218, 0.0327], abs=4e-4)
     assert interim_levels(counts) == [interim_level(counts)] * 3
     differences = np.random.default_rng(5).standard_normal((20_000, 12))
     matched = {}
-    for spending in ("equal", "rising"):
+    for spending in ("equal", "rising", "obrien_fleming"):
         passed = np.zeros(len(differences), bool)
         for n, level in zip(counts, interim_levels(counts, spending=spending), strict=True):
             first = differences[:, :n]
@@ -62,3 +66,4 @@ def test_rising_levels_have_more_power_where_margins_are_tight():
         matched[spending] = passed.mean()
     assert matched["equal"] == pytest.approx(0.764, abs=0.012)
     assert matched["rising"] == pytest.approx(0.829, abs=0.012)
+    assert matched["obrien_fleming"] == pytest.approx(0.87, abs=0.012)

@@ -220,7 +220,7 @@ def _next_entry(
         "moved": _changes_besides_config(reference, ledger, experiment, experiment_dir),
         "margin": result.claim.margin_text,
         "interim": list(experiment.compare.interim),
-        "alpha_spending": experiment.compare.alpha_spending,
+        "alpha_spending": experiment.compare.spending,
         "seeds": seeds,
         "differences": list(estimate.differences),
         "levels": [levels[seed] for seed in seeds],

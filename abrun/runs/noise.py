@@ -1,0 +1,56 @@
+"""History of the noise of paired differences: `noise.jsonl`, a line for each experiment, metric and window.
+
+A launch reads it once, before the runs, and records what it takes from it; each report of an experiment adds
+to it. No verdict reads this file.
+"""
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from abrun.runs.files import PUBLIC_MODE
+from abrun.runs.lines import LineWriter, read_json_lines
+from abrun.runs.metric_names import Transform
+from abrun.runs.schemas import Flag, checked
+
+NOISE = "noise.jsonl"  # in the folder of experiments
+Size = Annotated[float, Field(strict=True, ge=0, le=1e100, allow_inf_nan=False)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoiseRecord:
+    """Spread of an experiment's paired differences over seeds; 0 if its arms were identical."""
+
+    experiment: str
+    recipe: str  # hash of the baseline's settings
+    metric: str
+    window: str
+    transform: Transform
+    recorded: Flag  # pairs on recorded rollouts
+    sd: Size
+    dof: Annotated[float, Field(strict=True, gt=0, le=1e6, allow_inf_nan=False)]
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Identity of a record; a later line with the same key replaces it."""
+        return self.experiment, self.recipe, self.metric, self.window, self.transform, self.recorded
+
+
+def read_noise(path: Path) -> list[NoiseRecord]:
+    """Return the last record of each key; none without a file. Raises StoreError for a damaged file."""
+    rows = read_json_lines(path)
+    records = (checked(NoiseRecord, row, Path(f"{path}, record {n}")) for n, row in enumerate(rows, 1))
+    return list({record.key: record for record in records}.values())
+
+
+def add_noise(path: Path, records: Iterable[NoiseRecord]) -> None:
+    """Append the records that the file does not have yet. Raises StoreError."""
+    new_records = [record for record in records if record not in read_noise(path)]
+    if new_records:
+        writer = LineWriter(path, PUBLIC_MODE)
+        for record in new_records:
+            writer.write(asdict(record))
+        writer.close()
