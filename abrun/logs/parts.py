@@ -6,12 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from abrun.logs.log import Log
-from abrun.logs.naming import strip_suffix
+from abrun.logs.naming import CHECKPOINT, strip_suffix
 from abrun.logs.starts import merge_continued_starts, run_of_start
 from abrun.logs.step_parts import PROCESS, average_series
 from abrun.runs.metric_names import is_clock, is_counter
-from abrun.stats.series import Series
+from abrun.runs.redaction import list_names, printable
+from abrun.stats.series import Series, build_series
 
 HPARAMS_RUN = r"\d{9,}(\.\d+)?"  # the subfolder that torch's add_hparams creates, named by the time
 # Splits of one run, each with its own log
@@ -20,13 +23,18 @@ SPLITS = {"train", "training", "validation", "valid", "val", "eval", "evaluation
 COMPONENTS = SPLITS | {"actor", "preprocessor", "finetune", "trainer", "orchestrator", "explorer", "learner"}
 COMPONENTS |= {"rollout", "rollouts", "sampler", "generator", "inference", "evaluator", "buffer", "critic"}
 MAX_SHARED = 1 / 3  # share of the metrics of a component that another one may have, too
-# Number of a process: `rank_3`, `3_of_8`, or torchrun's folder `attempt_0/3`
+# Number of a process: `rank_3`, `3_of_8`, torchrun's folder `attempt_0/3`, or the leader of numbered ones
 PROCESS_NUMBER = re.compile(
     rf"(?<![A-Za-z0-9])(?:{PROCESS}[-_=]?(?P<rank>\d{{1,5}})(?:[-_]of[-_]\d+)?"
     r"|(?<!(?:seed|fold)[-_])(?<!(?:run|rep)[-_])(?<!trial[-_])(?P<part>\d+)[-_]of[-_]\d+"
-    r"|attempt_\d+/(?P<local>\d+))(?![A-Za-z0-9]|\.\d)",
+    r"|attempt_\d+/(?P<local>\d+)|(?P<leader>(?:master|head|chief|launcher|leader|driver)(?:[-_]?\d+)?)"
+    r")(?![A-Za-z0-9]|\.\d)",
     re.IGNORECASE,
 )
+CHECKPOINT_NUMBER = re.compile(
+    rf"(?<![A-Za-z0-9])(?:{CHECKPOINT})[-_=]?(\d{{1,15}})(?![A-Za-z0-9]|\.\d)", re.IGNORECASE
+)
+COPY = re.compile(r"(latest|last|newest|current|best)([-_](run|model|checkpoint))?", re.IGNORECASE)
 
 
 def merge_subfolders(runs_by_folder: Mapping[Path, Log]) -> list[Log]:
@@ -58,7 +66,7 @@ def _scalar_key(folder: Path, log: Log) -> str | None:
 
 def merge_run_parts(logs: Sequence[Log]) -> list[Log]:
     """Merge runs that were logged in several files, by several processes, or over several starts."""
-    logs = _join_components(_join_processes(merge_parts(logs)))
+    logs = _join_checkpoints(_join_components(_join_processes(_leave_out_copies(merge_parts(logs)))))
     starts: dict[str, list[Log]] = {}
     for log in logs:
         run = "" if log.run_id or log.identity else run_of_start(log.name)
@@ -78,7 +86,8 @@ def merge_run_parts(logs: Sequence[Log]) -> list[Log]:
 def _join_processes(logs: Sequence[Log]) -> list[Log]:
     """Average the logs of runs' processes, whose names differ in the number of a rank or worker alone.
 
-    One of the numbers is 0, as of an index: `gpu2` and `gpu4` may be arms.
+    One of the numbers is 0, as of an index: `gpu2` and `gpu4` may be arms. Beside a leader such as `master-0`
+    it may be 1.
     """
     groups: dict[tuple[str, ...], dict[int, tuple[Log, re.Match[str]]]] = {}
     joined: dict[int, Log] = dict(enumerate(logs))
@@ -88,13 +97,16 @@ def _join_processes(logs: Sequence[Log]) -> list[Log]:
             key = (_without(log.name, matches[-1]), log.group or "", log.axis)
             groups.setdefault(key, {})[index] = (log, matches[-1])
     for (name, *_), group in groups.items():
+        leaders = [index for index, (_, match) in group.items() if match["leader"]]
         numbered = sorted(
-            (int(match[match.lastgroup or 0]), match[0], index) for index, (_, match) in group.items()
+            (int(match[match.lastgroup or 0]), match[0], index)
+            for index, (_, match) in group.items()
+            if index not in leaders
         )
-        numbers = [number for number, *_ in numbered]
-        if numbers[0] or len({*numbers}) < len(numbers):
+        is_repeated = len({match[0] for _, match in group.values()}) < len(group)
+        if not numbered or numbered[0][0] > len(leaders) or len(leaders) > 1 or is_repeated:
             continue
-        processes = [joined.pop(index) for *_, index in numbered]
+        processes = [joined.pop(index) for index in (*leaders, *(index for *_, index in numbered))]
         word = numbered[0][1]
         guess = f"mean over {len(group)} processes of one run ({word} and so on)"
         log = replace(_average_logs(processes), name=name, run_id=None)
@@ -120,6 +132,70 @@ def _average_logs(logs: Sequence[Log]) -> Log:
         for metric, series in log.metrics.items():
             series_of.setdefault(metric, []).append(series)
     return replace(logs[0], metrics={metric: average_series(series) for metric, series in series_of.items()})
+
+
+# --- copies and checkpoints ---
+
+
+def _leave_out_copies(logs: Sequence[Log]) -> list[Log]:
+    """Leave out a log called `latest` or alike with the points of one of the numbered runs beside it."""
+    remaining = dict(enumerate(logs))
+    paths = [strip_suffix(log.name).split("/") for log in logs]
+    for index, path in enumerate(paths):
+        for depth in [depth for depth, word in enumerate(path) if COPY.fullmatch(word)]:
+            siblings = [
+                number
+                for number, other in enumerate(paths)
+                if other[:depth] == path[:depth]
+                and other[depth + 1 :] == path[depth + 1 :]
+                and re.search(r"\d", other[depth])
+            ]
+            number = next((number for number in siblings if _holds(logs[number], logs[index])), None)
+            if number is None or len(siblings) < 2:
+                continue
+            line = f"{printable(logs[index].name)}: copy of {printable(logs[number].name)}, left out"
+            remaining[number] = replace(remaining[number], guesses=(*remaining[number].guesses, line))
+            remaining.pop(index, None)
+    return [*remaining.values()]
+
+
+def _holds(log: Log, copy: Log) -> bool:
+    """Return True if a log has all points of another."""
+    return bool(copy.metrics) and all(
+        name in log.metrics
+        and np.isin(series.steps, log.metrics[name].steps).all()
+        and np.array_equal(log.metrics[name].values_at(series.steps), series.values, equal_nan=True)
+        for name, series in copy.metrics.items()
+    )
+
+
+def _join_checkpoints(logs: Sequence[Log]) -> list[Log]:
+    """Join scores whose names differ in the number of a checkpoint alone: the number is the step of a run.
+
+    Of scores per prompt the mean counts.
+    """
+    groups: dict[str, dict[int, Log]] = {}
+    matches = [CHECKPOINT_NUMBER.search(log.name) if log.axis != "steps" else None for log in logs]
+    for log, match in zip(logs, matches, strict=True):
+        if match:
+            groups.setdefault(_without(log.name, match), {})[int(match[1])] = log
+    if all(len(checkpoints) < 2 for checkpoints in groups.values()):
+        return [*logs]
+    joined = [log for log, match in zip(logs, matches, strict=True) if not match]
+    for name, checkpoints in groups.items():
+        points: dict[str, dict[int, float]] = {}
+        for step, log in sorted(checkpoints.items()):
+            for metric, series in log.metrics.items():
+                points.setdefault(metric, {})[step] = float(series.values.mean())
+        steps = list_names([str(step) for step in sorted(checkpoints)], 4)
+        guess = f"{printable(name) or 'one run'}: scores of its checkpoints, by step: {steps}"
+        metrics = {
+            metric: build_series([*by_step], [*by_step.values()])[0] for metric, by_step in points.items()
+        }
+        newest = checkpoints[max(checkpoints)]
+        guesses = (*newest.guesses, guess)
+        joined.append(replace(newest, name=name or "run", axis="steps", metrics=metrics, guesses=guesses))
+    return joined
 
 
 # --- components: other metrics, from each process or file ---

@@ -21,7 +21,7 @@ START_FOLDER = re.compile(
 _YEAR, _MONTH, _DAY = r"(?:19|20)\d\d", r"(?:0[1-9]|1[0-2])", r"(?:0[1-9]|[12]\d|3[01])"
 _CLOCK = r"(?:[01]\d|2[0-3])[-:._h]?[0-5]\d(?:[-:._m]?[0-5]\d(?:\.\d+|s)?)?"
 _NAMED_MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*"
-# A date or a clock time, with the host name that TensorBoard's writers append, or a UUID. A number after
+# A date or a clock time, with the host name that TensorBoard's writers append, or an id. A number after
 # "seed" is not a time.
 MOMENT = re.compile(
     r"(?<![A-Za-z0-9.])(?<!seed[-_=])(?:"
@@ -32,6 +32,7 @@ MOMENT = re.compile(
     r"|(?:[01]\d|2[0-3])([-:_])[0-5]\d\2[0-5]\d"
     r"|1[5-9]\d{8}(?:\d{3})?(?:\.\d+)?"
     r"|[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}"
+    r"|[0-9a-f]{5,8}_\d{5}_\d+"  # Ray Tune's trial: `abc12_00003_3`
     r")(?![A-Za-z0-9])"
 )
 
