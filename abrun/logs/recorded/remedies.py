@@ -33,13 +33,13 @@ Build = Callable[[Sources, ReadingOptions], RecordedExperiment]
 def suggest_command(sources: Sources, reading: ReadingOptions, build: Build) -> str:
     """Return the command of the first options with which `build` names the runs."""
     plain = replace(reading, pattern=None, arms_by=None, seeds_by=None)
-    for changes in islice(_candidates(sources.logs, reading), MAX_TRIALS):
+    for changes, needs_grid in islice(_candidates(sources.logs, reading), MAX_TRIALS):
         tried = replace(plain, **changes)
         try:
             experiment = build(sources, tried)
         except ComparisonError:
             continue
-        if "{seed}" not in (tried.pattern or "") or _is_grid(experiment):
+        if not needs_grid or reading.allows_one_arm or _is_grid(experiment):
             names = [f"{arm}={source}" if arm else source for arm, source in sources.named_sources]
             return shlex.join(["abrun", "compare", *names, *tried.to_words()])
     return "abrun compare SOURCES --list"
@@ -51,18 +51,21 @@ def _is_grid(experiment: RecordedExperiment) -> bool:
     return len(seeds) > 1 and all(arm_seeds == seeds[0] for arm_seeds in seeds)
 
 
-def _candidates(logs: Sequence[Log], reading: ReadingOptions) -> Iterator[Mapping[str, Any]]:
-    """Yield options that may name the runs, the likelier first; the last ones name any."""
+def _candidates(logs: Sequence[Log], reading: ReadingOptions) -> Iterator[tuple[Mapping[str, Any], bool]]:
+    """Yield options that may name the runs, and whether only a grid of arms and seeds confirms them.
+
+    The likelier come first; the last ones name any runs.
+    """
     if not (reading.arms_by or reading.seeds_by):
-        yield {}
-    yield from _settings(logs, reading)
-    yield {}
-    yield from ({"pattern": pattern} for pattern in _patterns(logs))
+        yield {}, False
+    yield from ((settings, False) for settings in _settings(logs, reading))
+    yield {}, False
+    yield from (({"pattern": pattern}, True) for pattern in _patterns(logs))
     parts = [log.name for log in logs if PART_NUMBER.search(log.name)]
     last_parts = {PART_NUMBER.sub("", name): name for name in parts}
     if len(last_parts) < len({*parts}):
         excluded = [glob.escape(name) for name in dict.fromkeys(parts) if name not in last_parts.values()]
-        yield {"exclude": (*reading.exclude, *excluded)}
+        yield {"exclude": (*reading.exclude, *excluded)}, False
     names_of = defaultdict[str, list[str]](list)
     for log in logs:
         for word in {*re.split(SEPARATORS, strip_suffix(log.name))} - {""}:
@@ -73,9 +76,9 @@ def _candidates(logs: Sequence[Log], reading: ReadingOptions) -> Iterator[Mappin
     )
     for word in rare_words[: MAX_TRIALS // 3]:
         leads = all(name.startswith(word) for name in names_of[word])
-        yield {"exclude": (*reading.exclude, f"{'' if leads else '*'}{glob.escape(word)}*")}
-    yield {"unpaired": True}
-    yield {"pattern": "{arm}", "unpaired": True}
+        yield {"exclude": (*reading.exclude, f"{'' if leads else '*'}{glob.escape(word)}*")}, True
+    yield {"unpaired": True}, False
+    yield {"pattern": "{arm}", "unpaired": True}, False
 
 
 def _settings(logs: Sequence[Log], reading: ReadingOptions) -> Iterator[Mapping[str, Any]]:
