@@ -25,6 +25,7 @@ class RunRecording:
 
     place: str  # the location it was read from, for messages
     metrics: Mapping[str, Series]
+    standard_errors: Mapping[str, float] = field(default_factory=dict)  # metric -> of its only value
     axis: Axis = "steps"
     failure: str = ""  # how a failed run ended, or why it cannot be read
     forbidden: bool = False  # unreadable because permission is missing, not because of damage

@@ -193,8 +193,8 @@ def _join_checkpoints(logs: Sequence[Log]) -> list[Log]:
             metric: build_series([*by_step], [*by_step.values()])[0] for metric, by_step in points.items()
         }
         newest = checkpoints[max(checkpoints)]
-        guesses = (*newest.guesses, guess)
-        joined.append(replace(newest, name=name or "run", axis="steps", metrics=metrics, guesses=guesses))
+        newest = replace(newest, name=name or "run", standard_errors={}, guesses=(*newest.guesses, guess))
+        joined.append(replace(newest, axis="steps", metrics=metrics))
     return joined
 
 

@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
+from scipy import special
 
 from abrun.errors import ComparisonError
 from abrun.logs.recorded.experiment import (
@@ -251,7 +252,10 @@ def _describe_metric(
         "mean_distance": None if distance is None else float(distance.mean()),
         "largest_distance": None if distance is None else float(distance.max()),
         "largest_at": None if distance is None else int(steps[distance.argmax()]),
-        **_describe_test(sides, unit, (baseline, treatment), margin, step, curves),
+        **(
+            _describe_errors(sides, metric)
+            or _describe_test(sides, unit, (baseline, treatment), margin, step, curves)
+        ),
         "p_adjusted": None,  # over the `num_metrics` other metrics (Benjamini-Hochberg); None of the first
         "num_metrics": 1,
         "margin": margin,  # suggested from the baseline alone; None if the baseline is 0
@@ -285,6 +289,23 @@ def _select_recorded(sides: Sides, metric: str, window: str) -> tuple[Sides, lis
             left_out = [problem for arm in problems for problem in arm if problem]
             return usable, [problem for problem in left_out if problem.code not in ignored]
     return sides, []
+
+
+def _describe_errors(sides: Sides, metric: str) -> dict[str, Any] | None:
+    """Return the test of two values by their standard errors; None if they have none.
+
+    z = (b - a) / sqrt(SE_a^2 + SE_b^2), as in `model_comparator.py` of lm-evaluation-harness.
+    """
+    errors = [run.standard_errors.get(metric, 0.0) for run in sides.runs]
+    if sides.sizes != (1, 1) or not math.isfinite(error := math.hypot(*errors)) or not all(errors):
+        return None
+    first, second = (float(run.series(metric).values[0]) for run in sides.runs)
+    half_width = float(special.ndtri(0.95)) * error
+    return {
+        "p": float(2 * special.ndtr(-abs(second - first) / error)),
+        "interval": (second - first - half_width, second - first + half_width),
+        **dict.fromkeys(("detected", "certified_bound", "runs_needed")),
+    }
 
 
 def _describe_test(
@@ -362,7 +383,7 @@ def description_reasons(described: Sequence[Evidence], baseline: str) -> list[Re
                 apart=differences,
                 num_metrics=row["num_metrics"],
                 rate=FALSE_DISCOVERY_RATE,
-                of_steps=max(main["num_runs"]) == 1,
+                of_steps=max(main["num_runs"]) == 1 and main["axis"] == "steps",
             )
             for row in further[:1]
         ),
