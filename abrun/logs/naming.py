@@ -46,7 +46,9 @@ START = "version|attempt|try|trial|start|restart|job|jobid|task|part"
 NO_SEED = re.compile(f"{PROCESS}|{CHECKPOINT}|{START}|env", re.IGNORECASE)
 PART_NUMBER = re.compile(rf"(?<![A-Za-z])(?:{PROCESS}|{CHECKPOINT})[-_=. ]?\d+", re.IGNORECASE)
 # The end of a Kubernetes pod's name, from its generator's alphabet: `job-7c9f6d-x2k4p`
-_POD = re.compile(r"(-[b-df-hj-np-tv-xz2456789]{6,10})?-[b-df-hj-np-tv-xz2456789]{5}(?=/|$)")
+_POD = re.compile(r"(-[{0}]{{6,10}})?-([{0}]{{5}}|[{0}]{{8}})(?=/|$)".format("b-df-hj-np-tv-xz2456789"))
+# Words of launchers in front of a name: the number of Hydra's job, and Lightning's folder
+_LAUNCHER = re.compile(r"(?<![^/])(\d+_(?=[\w.]+=)|lightning_logs/)")
 SEPARATORS = r"[/_\-. =@,]+"
 # Words of a time, a process or a logger in run names, which do not distinguish arms.
 START_PART = r"\d{9,}|20\d{6}|\d{6}|\d{8}T\d+|RANK|offline|run|runs|tensorboard|wandb|tb|logs?|events"
@@ -614,7 +616,7 @@ def differing_settings(logs: Sequence[Log], seeds: Sequence[int] | None = None) 
 
 def _shortened_names(logs: Sequence[Log]) -> list[str]:
     """Return the names without times or the ends of pods' names, and without a file name that all share."""
-    names = [without_times(strip_suffix(log.name)) for log in logs]
+    names = [_LAUNCHER.sub("", without_times(strip_suffix(log.name))) for log in logs]
     pods = [match[0] for name in names if (match := _POD.search(name)) and re.search(r"\d", match[0])]
     if len({*pods}) == len(names) > 1:
         names = [_POD.sub("", name) for name in names]

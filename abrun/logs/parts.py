@@ -10,7 +10,7 @@ import numpy as np
 
 from abrun.logs.log import Log
 from abrun.logs.naming import CHECKPOINT, strip_suffix
-from abrun.logs.starts import merge_continued_starts, run_of_start
+from abrun.logs.starts import merge_continued_starts, run_of_start, without_times
 from abrun.logs.step_parts import PROCESS, average_series
 from abrun.runs.metric_names import is_clock, is_counter
 from abrun.runs.redaction import list_names, printable
@@ -23,11 +23,13 @@ SPLITS = {"train", "training", "validation", "valid", "val", "eval", "evaluation
 COMPONENTS = SPLITS | {"actor", "preprocessor", "finetune", "trainer", "orchestrator", "explorer", "learner"}
 COMPONENTS |= {"rollout", "rollouts", "sampler", "generator", "inference", "evaluator", "buffer", "critic"}
 MAX_SHARED = 1 / 3  # share of the metrics of a component that another one may have, too
-# Number of a process: `rank_3`, `3_of_8`, torchrun's folder `attempt_0/3`, or the leader of numbered ones
+# Number of a process: `rank_3`, `3_of_8`, torchrun's folder `attempt_0/3`, submitit's
+# `4821_0_log`, or the leader of numbered ones
 PROCESS_NUMBER = re.compile(
     rf"(?<![A-Za-z0-9])(?:{PROCESS}[-_=]?(?P<rank>\d{{1,5}})(?:[-_]of[-_]\d+)?"
     r"|(?<!(?:seed|fold)[-_])(?<!(?:run|rep)[-_])(?<!trial[-_])(?P<part>\d+)[-_]of[-_]\d+"
-    r"|attempt_\d+/(?P<local>\d+)|(?P<leader>(?:master|head|chief|launcher|leader|driver)(?:[-_]?\d+)?)"
+    r"|attempt_\d+/(?P<local>\d+)|(?<=\d_)(?P<task>\d+)_log"
+    r"|(?P<leader>(?:master|head|chief|launcher|leader|driver)(?:[-_]?\d+)?)"
     r")(?![A-Za-z0-9]|\.\d)",
     re.IGNORECASE,
 )
@@ -66,18 +68,17 @@ def _scalar_key(folder: Path, log: Log) -> str | None:
 
 def merge_run_parts(logs: Sequence[Log]) -> list[Log]:
     """Merge runs that were logged in several files, by several processes, or over several starts."""
-    logs = _join_checkpoints(_join_components(_join_processes(_leave_out_copies(merge_parts(logs)))))
+    logs = _join_checkpoints(_join_processes(_leave_out_copies(merge_parts(logs))))
     starts: dict[str, list[Log]] = {}
     for log in logs:
         run = "" if log.run_id or log.identity else run_of_start(log.name)
-        key = run if run and run != log.name else f"/{len(starts)}"
-        starts.setdefault(key, []).append(log)
+        starts.setdefault(run or f"/{len(starts)}", []).append(log)
     merged_runs: list[Log] = []
     for name, run_starts in starts.items():
         place = str(Path(run_starts[0].place).parent)
         run = merge_continued_starts(run_starts, place) if len(run_starts) > 1 else None
         merged_runs += [replace(run, name=name)] if run else run_starts
-    return merged_runs
+    return _join_components(merged_runs)
 
 
 # --- processes: the same metrics, from each rank ---
@@ -96,6 +97,11 @@ def _join_processes(logs: Sequence[Log]) -> list[Log]:
         if matches:  # the last number of `node1/rank_0` first
             key = (_without(log.name, matches[-1]), log.group or "", log.axis)
             groups.setdefault(key, {})[index] = (log, matches[-1])
+    if groups and max(map(len, groups.values())) == 1:  # each process may have its own time of start
+        timeless: dict[tuple[str, ...], dict[int, tuple[Log, re.Match[str]]]] = {}
+        for (name, *key), group in groups.items():
+            timeless.setdefault((without_times(name), *key), {}).update(group)
+        groups = timeless
     for (name, *_), group in groups.items():
         leaders = [index for index, (_, match) in group.items() if match["leader"]]
         numbered = sorted(
@@ -169,13 +175,22 @@ def _holds(log: Log, copy: Log) -> bool:
     )
 
 
+def _find_checkpoint(log: Log) -> re.Match[str] | None:
+    """Return the number of a checkpoint in the name of its scores, or of a file that is its only step."""
+    if log.axis != "steps":
+        return CHECKPOINT_NUMBER.search(log.name)
+    match = re.search(r"(?<![^/])(\d{1,15})$", strip_suffix(log.name))
+    steps = {int(step) for series in log.metrics.values() for step in series.steps[:2]}
+    return match if match and steps == {int(match[1])} else None
+
+
 def _join_checkpoints(logs: Sequence[Log]) -> list[Log]:
     """Join scores whose names differ in the number of a checkpoint alone: the number is the step of a run.
 
     Of scores per prompt the mean counts.
     """
     groups: dict[str, dict[int, Log]] = {}
-    matches = [CHECKPOINT_NUMBER.search(log.name) if log.axis != "steps" else None for log in logs]
+    matches = [*map(_find_checkpoint, logs)]
     for log, match in zip(logs, matches, strict=True):
         if match:
             groups.setdefault(_without(log.name, match), {})[int(match[1])] = log

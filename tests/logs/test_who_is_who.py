@@ -154,6 +154,48 @@ def test_epochs_whose_steps_begin_again_are_asked_about(tmp_path: Path) -> None:
     assert names(opened(tmp_path, unpaired=True)) == {tmp_path.name: [0, 1, 2]}
 
 
+# Names with the place of arm and seed or process -> the seeds of each arm, and the number of runs in an arm
+PUBLIC_LAYOUTS = {
+    "slime": ("{arm}-20260901_12000{n}-RANK_{n}", [0]),
+    "submitit": ("{arm}/4821_{n}_log", [4821]),
+    "Hydra": ("multirun/2026-09-01/12-00-00/{job}_loss={arm},seed={n}/log", [0, 1, 2]),
+    "Lightning": ("{arm}/lightning_logs/version_{n}/log", [0, 1, 2]),
+    "Katib": ("{arm}-{pod}2kx9rjz{n}/log", [0, 1, 2]),
+    "CleanRL": ("env-v1__{arm}__{n}__169300000{job}/log", [0, 1, 2]),
+}
+
+
+@pytest.mark.parametrize("layout", PUBLIC_LAYOUTS)
+def test_runs_of_public_layouts_have_their_arms_and_seeds(tmp_path: Path, layout: str) -> None:
+    pattern, seeds = PUBLIC_LAYOUTS[layout]
+    for place, arm in enumerate(("old", "new")):
+        for n in range(3):
+            pod = f"{'bcd'[n]}{'xz'[place]}kq2wr{'vw'[place]}"
+            name = pattern.format(arm=arm, n=n, job=3 * place + n, pod="").replace(f"2kx9rjz{n}", pod)
+            write(tmp_path / f"{name}.jsonl", n)
+    experiment = opened(tmp_path)
+    assert sorted(arm.rpartition("=")[2].rpartition("__")[2] for arm in experiment.arms) == ["new", "old"]
+    assert [*names(experiment).values()] == [seeds] * 2
+
+
+def test_a_resumed_run_and_files_named_by_their_only_step_are_parts_of_it(tmp_path: Path) -> None:
+    for arm in ("old", "new"):
+        for name, steps in (
+            ("train", range(1, 21)),
+            ("train-resume", range(21, 41)),
+            ("validation/30", [30]),
+        ):
+            rows = [{"step": step, "score" if name[0] == "v" else "loss": 1 / step} for step in steps]
+            path = tmp_path / arm / f"{name}.jsonl"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (tmp_path / arm / "validation" / "40.jsonl").write_text('{"step": 40, "score": 2.5}\n')
+    experiment = opened(tmp_path)
+    assert names(experiment) == {"new": [0], "old": [0]}
+    for run in experiment.runs.values():
+        assert len(run.metrics["train/loss"]) == 40 and run.metrics["train/reward"].steps.tolist() == [30, 40]
+
+
 # --- settings ---
 
 
