@@ -30,11 +30,11 @@ from abrun.logs.tables import (
     log_from_table,
     name_log,
 )
+from abrun.logs.words import COLUMNS
 from abrun.runs.redaction import list_names, printable
 from abrun.stats.series import Series
 
 SCORE_COLUMNS = (*VALUE_COLUMNS, "score", "result")
-SAMPLE_COLUMNS = ("sample", "sample_id", "sample_idx", "completion", "rollout", "repeat", "attempt", "trial")
 TRUTH_VALUES = {"true": 1.0, "false": 0.0}
 FIRST_HASH = 2**40  # prompts with a number below it keep that number; all others get a hash of their text
 STEP = "step"
@@ -128,7 +128,7 @@ def _find_layout(table: Table) -> Layout | None:
     benchmarks = tuple(column for column in named_by if column is not None and column not in keys.values())
     if all(_has_only_numbers(table, column) for column in benchmarks):
         benchmarks = ()
-    samples = {by_name[column] for column in SAMPLE_COLUMNS if column in by_name} if prompt else set()
+    samples = {by_name[column] for column in COLUMNS["sample"] if column in by_name} if prompt else set()
     ignored = {*keys.values(), *benchmarks, *samples, *filter(None, (prompt, step))}
     return Layout(
         keys=keys,
