@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from abrun.logs.log import Log
+from abrun.logs.log import Log, unite_logs
 from abrun.logs.naming import CHECKPOINT, strip_suffix
 from abrun.logs.starts import merge_continued_starts, run_of_start, without_times
 from abrun.logs.step_parts import PROCESS, average_series
@@ -277,45 +277,25 @@ def _compared_metrics(log: Log) -> list[str]:
 
 def _merge_components(run: str, components: Mapping[str, Log]) -> Log:
     ordered = sorted(components, key=lambda name: (name.lower() not in ("train", "trainer"), name))
-    merged = replace(components[ordered[0]], name=run or "run", run_id=None, job_type=None)
     guess = f"{', '.join(ordered)}: logs of one run"
-    metrics, dropped, config = dict(merged.metrics), dict(merged.dropped), dict(merged.config or {})
-    for component in ordered[1:]:
+    logs, used_names = list[Log](), set[str]()
+    for component in ordered:
         log = components[component]
-        used_names = {*metrics}
         new_names = {
             name: f"{component}/{name}" if name in used_names else name
             for name in (*log.metrics, *log.dropped)
         }
-        metrics |= {new_names[name]: series for name, series in log.metrics.items()}
-        dropped |= {new_names[name]: steps for name, steps in log.dropped.items()}
-        config = {**(log.config or {}), **config}
-    return replace(
-        merged,
-        metrics=metrics,
-        dropped=dropped,
-        config=config or None,
-        guesses=tuple(dict.fromkeys([*(line for log in components.values() for line in log.guesses), guess])),
-        notes=tuple(dict.fromkeys(note for log in components.values() for note in log.notes)),
-        left_out=tuple(line for log in components.values() for line in log.left_out),
-        unread={name: text for log in reversed([*components.values()]) for name, text in log.unread.items()},
-    )
+        used_names |= {*log.metrics}
+        metrics = {new_names[name]: series for name, series in log.metrics.items()}
+        dropped = {new_names[name]: steps for name, steps in log.dropped.items()}
+        logs.append(replace(log, metrics=metrics, dropped=dropped))
+    united = unite_logs(logs, name=run or "run", run_id=None, job_type=None)
+    return replace(united, guesses=(*united.guesses, guess))
 
 
 def merge_parts(logs: Sequence[Log]) -> list[Log]:
     """Merge the runs whose metrics lie in several files."""
-    runs: dict[object, Log] = {}
+    runs: dict[object, list[Log]] = {}
     for index, log in enumerate(logs):
-        key = log.name if log.is_part else index
-        if key in runs:
-            merged = runs[key]
-            notes = dict.fromkeys((*merged.notes, *log.notes))
-            log = replace(
-                merged,
-                metrics={**merged.metrics, **log.metrics},
-                notes=tuple(notes),
-                unread={**log.unread, **merged.unread},
-                dropped={**log.dropped, **merged.dropped},
-            )
-        runs[key] = log
-    return list(runs.values())
+        runs.setdefault(log.name if log.is_part else index, []).append(log)
+    return [unite_logs(parts) if len(parts) > 1 else parts[0] for parts in runs.values()]

@@ -195,17 +195,13 @@ def _read_prompts(path: Path, name: str, layout: Layout, run: Sequence[str], tab
     prompts = np.array([number_prompt(cell) for cell in table.cells(layout.prompt)])
     metrics = {metric: average_by_prompt(series, prompts) for metric, series in log.metrics.items()}
     log = name_log(replace(log, metrics=metrics), name, dict(zip(layout.keys, run, strict=True)), "")
-    return replace(log, axis="prompts", guesses=(describe_prompts(log, layout.prompt, len(table)),))
-
-
-def describe_prompts(log: Log, column: str, num_rows: int) -> str:
-    """Return how the rows of one run were read, for the report."""
-    num_prompts = max((len(series) for series in log.metrics.values()), default=0)
-    samples = "" if num_rows <= num_prompts else ", averaged over the samples of a prompt"
-    return printable(
-        f"scores per prompt (column {column}){samples}, of the prompts that all runs share: windows and step "
-        "one do not apply"
+    num_prompts = max(map(len, metrics.values()), default=0)
+    samples = ", averaged over the samples of a prompt" * (len(table) > num_prompts)
+    guess = (
+        f"scores per prompt (column {layout.prompt}){samples}, of the prompts that all runs share: windows "
     )
+    guess = printable(f"{guess}and step one do not apply")
+    return replace(log, axis="prompts", guesses=(guess,))
 
 
 def number_prompt(cell: float | str) -> int:

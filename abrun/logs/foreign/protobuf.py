@@ -4,7 +4,7 @@ Messages are declared by field numbers, so that neither package has to be instal
 skipped. Numbers are from tensorboard 2.21 (event.proto, summary.proto, tensor.proto, plugin_data.proto of
 hparams), SwanLab 0.10 (record.proto, run.proto, data.proto) and wandb 0.31 (wandb_internal.proto; clients
 from 0.31 on may write a history value as a number).
-protobuf.toml declares them. A field is `name = [number, type]`; `*type` is repeated, `name|oneof` belongs to a
+protobuf.toml declares them. A field is `name = [number, type]`; `*type` is repeated, `name|oneof` is of a
 oneof, and a capitalised type is another message.
 """
 
