@@ -33,3 +33,7 @@ class StoreError(AbrunError):
 
 class ComparisonError(AbrunError):
     """Error of runs that cannot be compared as requested."""
+
+
+class UnknownRunsError(ComparisonError):
+    """Error of runs whose arms or seeds cannot be told. Its message ends with a command that tells them."""

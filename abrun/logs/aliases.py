@@ -18,50 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from abrun.errors import ComparisonError
+from abrun.logs.words import WORDS
 from abrun.messages.numbers import more_text
 from abrun.runs.redaction import list_names, printable
 from abrun.stats.series import Series
 
 # abrun's name -> the trainer's name, by framework
 FRAMEWORKS: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
-# Metrics that only runs of a framework log; the first entry whose metrics are all present decides.
-# (TRL's also fit transformers, which comes later.)
-FRAMEWORK_MARKERS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("trl", ("train/completions/mean_length",)),
-    ("trl", ("train/rewards/margins",)),
-    ("verl", ("critic/score/mean",)),
-    ("verl", ("actor/pg_loss",)),
-    ("nemo-rl", ("train/token_mult_prob_error", "timing/train/total_step_time")),
-    ("skyrl", ("reward/avg_raw_reward",)),
-    ("openrlhf", ("train/rollout/reward_mean",)),
-    ("openrlhf", ("train/actor_grad_norm",)),
-    ("slime", ("rollout/raw_reward",)),
-    ("slime", ("train/pg_clipfrac",)),
-    ("pipelinerl", ("rl/ess",)),
-    ("open-instruct", ("loss/policy_avg",)),
-    ("prime-rl", ("mismatch_kl/all/mean",)),
-    ("prime-rl", ("reward/all/mean",)),  # its orchestrator, without the trainer
-    ("prime-rl", ("optim/grad_norm",)),
-    ("areal", ("ppo_actor/task_reward/avg",)),
-    ("fast-llm", ("training/step_time_ms",)),
-    ("torchtitan-rl", ("rollout_reward/_mean",)),
-    ("torchtitan", ("loss_metrics/global_avg_loss",)),
-    ("megatron-lm", ("lm loss",)),
-    ("transformers", ("train/learning_rate", "train/epoch")),
-)
-# Common names, in lower case with `_` for `-`, after any folders except those of evaluations.
-_AVERAGED = r"([/_](mean|avg|average))?"
-_LOSS_NAME = "grpo|gspo|ppo"  # in front of Fast-LLM's metrics: gspo_train_samples_reward
-_PLAIN_NAMES = {
-    "train/reward": rf"((train|training|mean|avg|average|episode|ep|raw|task|samples|{_LOSS_NAME})_)*"
-    rf"(rew|rewards?|scores?){_AVERAGED}",
-    "train/loss": rf"((train|training|total|policy|actor|mean|avg|{_LOSS_NAME})_)*loss{_AVERAGED}",
-    "train/grad_norm": rf"((global|total|policy|actor)_)*grad(ient)?_?norm{_AVERAGED}",
-    "train/entropy": rf"((policy|mean|avg)_)*entropy{_AVERAGED}",
-    "train/lr": r"((policy|actor)_)*(lr|learning_rate)",
-    "validation/accuracy": rf"(eval|evaluation|val|valid|validation|test)[/_](.*/)?(accuracy|acc){_AVERAGED}",
-    "validation/loss": rf"(eval|evaluation|val|valid|validation|test)[/_](.*/)?loss{_AVERAGED}",
-}
+# The first entry whose metrics are all present decides.
+FRAMEWORK_MARKERS: list[tuple[str, list[str]]] = WORDS["frameworks"]["markers"]
 _EVALUATION_NAME = r"(.*/)?(eval|evaluation|val|valid|validation|test)(-[^/]*)?([/_].*|$)"
 
 
@@ -87,7 +52,7 @@ def recognise_metrics(metrics: Iterable[str]) -> tuple[str | None, dict[str, str
     table = FRAMEWORKS[framework] if framework else {}
     renames = {ours: theirs for ours, theirs in table.items() if theirs in recorded and ours not in recorded}
     unassigned = [name for name in recorded if name not in renames.values()]
-    for ours, pattern in _PLAIN_NAMES.items():
+    for ours, pattern in WORDS["frameworks"]["plain"].items():
         if ours not in recorded and ours not in renames:
             candidates = sorted(
                 (name for name in unassigned if _has_plain_name(name, pattern)), key=lambda name: len(name)

@@ -37,13 +37,7 @@ MIN_ROWS = 2
 STEP, EPOCH = "step", "epoch"
 STEPS_BY_KEY = (*(name for name in STEP_COLUMNS if name != "steps"), "num_updates")  # "steps" are a total
 STEP_WORDS = {*STEPS_BY_KEY, "it", "itr"}
-NO_STEP_AFTER = {
-    "per",
-    "of",
-    "max",
-    "each",
-    "every",
-}  # "number of nan iterations: 0"
+NO_STEP_AFTER = {"per", "of", "max", "each", "every"}  # "number of nan iterations: 0"
 MAY_HAVE_STEP = re.compile("step|it[er]|epoch|update|^s:|^[|│┃]".encode(), re.IGNORECASE)
 BORDER = "|│┃"
 COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")

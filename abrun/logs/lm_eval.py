@@ -22,7 +22,6 @@ from abrun.logs.log import NOTHING_RECORDED, Log
 from abrun.logs.rows import check_number_of_metrics
 from abrun.logs.scores import average_by_prompt, number_prompt
 from abrun.logs.tables import TORN_NOTE
-from abrun.messages.numbers import more_text
 from abrun.runs.redaction import list_names, printable
 from abrun.stats.series import Series
 
@@ -30,8 +29,7 @@ TIME = r"(?P<time>\d{4}-\d\d-\d\dT\d\d-\d\d-\d\d(\.\d+)?)"
 SAMPLES_FILE = re.compile(rf"samples_(?P<task>.+)_{TIME}\.jsonl")
 TOTALS_FILE = re.compile(rf"results_{TIME}\.json")
 STANDARD_ERROR = "_stderr"
-MAX_SHOWN = 8  # standard errors
-TOTALS_GUESS = "results_*.json holds totals only; run lm_eval with --log_samples for a paired test per prompt"
+TOTALS_GUESS = "results_*.json holds totals and their errors over prompts; --log_samples allows a paired test"
 GUESS = "samples of lm-evaluation-harness: scores per prompt; windows and step one do not apply"
 
 
@@ -95,7 +93,7 @@ def read_totals(files: Sequence[Path], name: str) -> Log:
     if not isinstance(results, dict):
         raise StoreError(f"{place}: no 'results'; expected totals of lm-evaluation-harness: evaluate again")
     totals: dict[str, float] = {}
-    errors: list[str] = []
+    errors: dict[str, float] = {}
     for task, scores in results.items():
         for key, value in as_mapping(scores).items():
             metric, _, filter_name = key.partition(",")
@@ -103,19 +101,18 @@ def read_totals(files: Sequence[Path], name: str) -> Log:
             if isinstance(value, bool) or not isinstance(value, int | float) or not as_name(label):
                 continue
             if metric.endswith(STANDARD_ERROR):
-                errors.append(f"{label.replace(STANDARD_ERROR, '')} {value:.4g}")
+                errors[label.replace(STANDARD_ERROR, "")] = to_float(value)
             else:
                 totals[label] = to_float(value)
     check_number_of_metrics(len(totals), place)
-    error_text = ", ".join(errors[:MAX_SHOWN]) + more_text(len(errors) - MAX_SHOWN)
-    guesses = [TOTALS_GUESS, f"standard errors of {printable(str(path.parent))}: {error_text}"]
     notes = [f"older evaluations left out: {len(files) - 1}"] * (len(files) > 1)
     return Log(
         name=name,
         place=place,
         axis="final",
         metrics={label: Series(np.zeros(1, np.int64), np.array([total])) for label, total in totals.items()},
-        guesses=tuple(guesses if errors else guesses[:1]),
+        standard_errors=errors,
+        guesses=(TOTALS_GUESS,),
         notes=tuple(notes if totals else [*notes, NOTHING_RECORDED]),
     )
 

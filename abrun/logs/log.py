@@ -1,6 +1,6 @@
 """One run as logged by some framework: the result of every reader in this package."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +25,7 @@ class RunRecording:
 
     place: str  # the location it was read from, for messages
     metrics: Mapping[str, Series]
+    standard_errors: Mapping[str, float] = field(default_factory=dict)  # metric -> of its only value
     axis: Axis = "steps"
     failure: str = ""  # how a failed run ended, or why it cannot be read
     forbidden: bool = False  # unreadable because permission is missing, not because of damage
@@ -66,6 +67,22 @@ def unreadable_log(name: str, path: Path, error: StoreError, identity: RunName |
         forbidden=isinstance(error, UnreadableError),
         identity=identity,
     )
+
+
+def unite_logs(logs: Sequence[Log], **changes: Any) -> Log:
+    """Return the first of a run's logs with the settings and notes of all; `changes`: its other fields.
+
+    Of two settings the one in the earlier log counts.
+    """
+    merged: dict[str, Any] = {
+        name: {key: value for log in reversed(logs) for key, value in (getattr(log, name) or {}).items()}
+        for name in ("metrics", "config", "unread", "dropped")
+    }
+    merged |= {
+        name: tuple(dict.fromkeys(line for log in logs for line in getattr(log, name)))
+        for name in ("guesses", "left_out", "notes")
+    }
+    return replace(logs[0], **{**merged, "config": merged["config"] or None, **changes})
 
 
 def sanitize_log(log: Log) -> Log:

@@ -40,12 +40,15 @@ BARE_NUMBER = "{seed}"
 SEED_PATTERNS = ("seed-{seed}", "seed_{seed}", "seed{seed}", "seed={seed}", "s{seed}", BARE_NUMBER)
 SEED_KEYS = ("seed", "data_seed", "rollout_seed", "data_loader_seed", "random_seed")
 SEED_LIMIT = 2**31
-# Words whose number counts processes, starts or checkpoints
-NO_SEED = re.compile(
-    rf"{PROCESS}|env|version|attempt|try|start|restart|job|jobid|task|part|checkpoint|ckpt|steps?|epoch|iter",
-    re.IGNORECASE,
-)
-_PROCESS_NUMBER = re.compile(rf"(?<![A-Za-z]){PROCESS}[-_=. ]?\d+", re.IGNORECASE)
+# Words whose number counts checkpoints, processes, or starts and jobs: never seeds
+CHECKPOINT = r"(?:(?:global|train|training)[-_]?)?(?:checkpoint|ckpt|steps?|epoch|iter|iteration)"
+START = "version|attempt|try|trial|start|restart|job|jobid|task|part"
+NO_SEED = re.compile(f"{PROCESS}|{CHECKPOINT}|{START}|env", re.IGNORECASE)
+PART_NUMBER = re.compile(rf"(?<![A-Za-z])(?:{PROCESS}|{CHECKPOINT})[-_=. ]?\d+", re.IGNORECASE)
+# The end of a Kubernetes pod's name, from its generator's alphabet: `job-7c9f6d-x2k4p`
+_POD = re.compile(r"(-[{0}]{{6,10}})?-([{0}]{{5}}|[{0}]{{8}})(?=/|$)".format("b-df-hj-np-tv-xz2456789"))
+# Words of launchers in front of a name: the number of Hydra's job, and Lightning's folder
+_LAUNCHER = re.compile(r"(?<![^/])(\d+_(?=[\w.]+=)|lightning_logs/)")
 SEPARATORS = r"[/_\-. =@,]+"
 # Words of a time, a process or a logger in run names, which do not distinguish arms.
 START_PART = r"\d{9,}|20\d{6}|\d{6}|\d{8}T\d+|RANK|offline|run|runs|tensorboard|wandb|tb|logs?|events"
@@ -112,8 +115,8 @@ def name_runs(
         )
     return collision or (
         f"arms and seeds: no known pattern matches the run names {list_names([log.name for log in logs])} "
-        "(dates and times do not count as arm or seed); describe the names, for example --pattern "
-        "'{arm}-s{seed}', or give each arm's folder; runs of a single arm: ARM=FOLDER"
+        "(dates and times are neither); describe the names, or give each arm's folder; runs of "
+        "a single arm: ARM=FOLDER"
     )
 
 
@@ -152,8 +155,7 @@ def _check_distinct(logs: Sequence[Log], names: Sequence[RunName], run_filter: R
         if len(logs_with_name) > 1 and merge_starts(logs_with_name, str(name)) is None:
             return (
                 f"{printable(str(name))}: got two runs of that name, {logs_with_name[0].place} and "
-                f"{logs_with_name[1].place}; leave one out with --exclude, describe the names, for example "
-                "--pattern '{arm}-s{seed}', or name the folder of each arm: ARM=FOLDER"
+                f"{logs_with_name[1].place}; leave one out, or describe the names with --pattern"
             )
     return list(names)
 
@@ -179,8 +181,8 @@ def name_seeds(
     if names is None:
         unnamed = [log.name for log in logs if find_seed(log) is None]
         return (
-            f"seeds: {arm}: no seed in the name or config of {list_names(unnamed)}; describe the names, for "
-            "example --pattern '*-s{seed}', or pass --unpaired if the runs have no seeds"
+            f"seeds: {arm}: no seed in the name or config of {list_names(unnamed)}; say where they are, "
+            "or pass --unpaired if the runs have no seeds"
         )
     return _check_distinct(logs, names, run_filter)
 
@@ -367,7 +369,7 @@ def name_by_settings(
         unnamed_logs = [log.name for log in logs if key and find_setting(log, key) is None]
         if unnamed_logs:
             problem = f"got '{printable(key or '')}', which is no setting of {list_names(unnamed_logs, 3)}"
-            return f"{option}: {problem}; settings that differ: {varying_settings_text(logs) or 'none'}"
+            return f"{option}: {problem}; they differ in {list_names(varying_settings(logs), 8) or 'none'}"
     if arms_by:
         arms = [f"{arms_by.rpartition('.')[2]}={find_setting(log, arms_by)}" for log in logs]
     arms = arms or _arm_groups(logs)
@@ -389,11 +391,10 @@ def name_by_settings(
     return guess_runs(logs, arms) or Naming(names=_number_runs(arms), paired=False, seeds_known=False)
 
 
-def varying_settings_text(logs: Sequence[Log]) -> str:
-    """Return the settings that are not the same in all logs, for a message; empty if there are none."""
+def varying_settings(logs: Sequence[Log]) -> list[str]:
+    """Return the settings that are not the same in all logs."""
     keys = dict.fromkeys(key for log in logs for key in log.config or {})
-    varying = [key for key in keys if len({repr((log.config or {}).get(key)) for log in logs}) > 1]
-    return list_names(varying, 8) if varying else ""
+    return [key for key in keys if len({repr((log.config or {}).get(key)) for log in logs}) > 1]
 
 
 def find_setting(log: Log, key: str) -> Any:
@@ -426,8 +427,8 @@ def guess_runs(
         if len(namings) > 1:
             first, second = ([str(name) for name in names[:1]] for names in [*namings][:2])
             return (
-                f"arms and seeds: '{printable(logs[0].name)}' may be {first[0]} or {second[0]}; describe the "
-                "names, for example --pattern '{arm}-{seed}'"
+                f"arms and seeds: '{printable(logs[0].name)}' may be {first[0]} or {second[0]}; "
+                "describe the names with --pattern"
             )
         if namings:
             return next(iter(namings.values()))
@@ -435,7 +436,7 @@ def guess_runs(
     num_arms = len(set(groups))
     if not 1 < num_arms <= MAX_ARMS:
         return None
-    if not _kinds(logs) and (question := _ask_about_numbers(logs, groups, are_arms=arms is not None)):
+    if not _kinds(logs) and (question := ask_about_numbers(logs, groups, are_arms=arms is not None)):
         return question
     guessed = () if arms else (Code.ARMS_FROM_NAMES(num_arms=num_arms),)
     if num_arms == len(logs):
@@ -444,23 +445,23 @@ def guess_runs(
     return Naming(names=_number_runs(groups), paired=False, seeds_known=False, guessed=guessed)
 
 
-def _ask_about_numbers(logs: Sequence[Log], groups: Sequence[str], *, are_arms: bool) -> str | None:
-    """Return a question if runs of one group differ in a process's number: they may be one run.
+def ask_about_numbers(logs: Sequence[Log], groups: Sequence[str], *, are_arms: bool) -> str | None:
+    """Return a question if runs of one group differ in a process's or checkpoint's number: they may be one.
 
     If the groups are no known arms: also if they differ in several numbers, and may be several arms.
     """
     for group in dict.fromkeys(groups):
         names = [log for log, own in zip(logs, groups, strict=True) if own == group]
         examples = list_names([log.name for log in names], 3)
-        if len(names) > 1 and len({_PROCESS_NUMBER.sub("", log.name) for log in names}) == 1:
+        if len(names) > 1 and len({PART_NUMBER.sub("", log.name) for log in names}) == 1:
             return (
-                f"runs: {examples} differ in the number of a process; keep one with --exclude, or pass "
-                "--unpaired if each is a training of its own"
+                f"runs: {examples} differ in the number of a process or checkpoint; keep one with --exclude, "
+                "or pass --unpaired if each is a training of its own"
             )
         if not are_arms and len({*_shortened_names(names)}) > 1 and not differ_in_one_number(names):
             return (
-                f"arms: {examples} differ in several numbers; say which are arms and which are runs, for "
-                "example --pattern '{arm}-{seed}', or give the folder of each arm: ARM=FOLDER"
+                f"arms: {examples} differ in several numbers; say which are arms and which are runs with "
+                "--pattern, or give the folder of each arm: ARM=FOLDER"
             )
     return None
 
@@ -614,22 +615,30 @@ def differing_settings(logs: Sequence[Log], seeds: Sequence[int] | None = None) 
 
 
 def _shortened_names(logs: Sequence[Log]) -> list[str]:
-    """Return the names without times, and without a file name that all of them share."""
-    names = [without_times(strip_suffix(log.name)) for log in logs]
+    """Return the names without times or the ends of pods' names, and without a file name that all share."""
+    names = [_LAUNCHER.sub("", without_times(strip_suffix(log.name))) for log in logs]
+    pods = [match[0] for name in names if (match := _POD.search(name)) and re.search(r"\d", match[0])]
+    if len({*pods}) == len(names) > 1:
+        names = [_POD.sub("", name) for name in names]
     while len({name.rpartition("/")[2] for name in names}) == 1 and all("/" in name for name in names):
         names = [name.rpartition("/")[0] for name in names]
     return names
 
 
 def names_without_numbers(logs: Sequence[Log]) -> list[str]:
-    """Return the names as they are written, without words that are numbers, times or loggers."""
+    """Return the names as they are written, without words that are numbers, times or loggers.
+
+    The number of a setting, such as 32 in `batch=32`, remains.
+    """
     cut_names = []
     for name in _shortened_names(logs):
         words = re.split(f"({SEPARATORS})", name)
         remaining = [
             place
             for place in range(0, len(words), 2)
-            if _is_decimal(words, place) or not _is_uninformative(words[place], numbers=True)
+            if _is_decimal(words, place)
+            or not _is_uninformative(words[place], numbers=True)
+            or (place and words[place - 1] == "=" and not _counts_runs(words[place - 2]))
         ]
         cut_names.append(
             "".join("".join(words[max(place - 1, 0) : place + 1]) for place in remaining).strip("/_-. =@,")
@@ -637,6 +646,10 @@ def names_without_numbers(logs: Sequence[Log]) -> list[str]:
     return cut_names
 
 
+def _counts_runs(word: str) -> bool:
+    return bool(re.fullmatch(r"(.*\.)?seed|s|run|rep|id", word, re.IGNORECASE) or NO_SEED.fullmatch(word))
+
+
 def _is_uninformative(word: str, numbers: bool = False) -> bool:
-    is_number = numbers and re.fullmatch(r"(seed|s|run|rep)?\d*", word, re.IGNORECASE)
+    is_number = numbers and re.fullmatch(rf"(seed|s|run|rep|{START})?\d*", word, re.IGNORECASE)
     return bool(is_number or re.fullmatch(START_PART, word))

@@ -6,12 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from abrun.logs.log import Log
-from abrun.logs.naming import strip_suffix
-from abrun.logs.starts import merge_continued_starts, run_of_start
+import numpy as np
+
+from abrun.logs.log import Log, unite_logs
+from abrun.logs.naming import CHECKPOINT, strip_suffix
+from abrun.logs.starts import merge_continued_starts, run_of_start, without_times
 from abrun.logs.step_parts import PROCESS, average_series
 from abrun.runs.metric_names import is_clock, is_counter
-from abrun.stats.series import Series
+from abrun.runs.redaction import list_names, printable
+from abrun.stats.series import Series, build_series
 
 HPARAMS_RUN = r"\d{9,}(\.\d+)?"  # the subfolder that torch's add_hparams creates, named by the time
 # Splits of one run, each with its own log
@@ -20,13 +23,20 @@ SPLITS = {"train", "training", "validation", "valid", "val", "eval", "evaluation
 COMPONENTS = SPLITS | {"actor", "preprocessor", "finetune", "trainer", "orchestrator", "explorer", "learner"}
 COMPONENTS |= {"rollout", "rollouts", "sampler", "generator", "inference", "evaluator", "buffer", "critic"}
 MAX_SHARED = 1 / 3  # share of the metrics of a component that another one may have, too
-# Number of a process: `rank_3`, `3_of_8`, or torchrun's folder `attempt_0/3`
+# Number of a process: `rank_3`, `3_of_8`, torchrun's folder `attempt_0/3`, submitit's
+# `4821_0_log`, or the leader of numbered ones
 PROCESS_NUMBER = re.compile(
     rf"(?<![A-Za-z0-9])(?:{PROCESS}[-_=]?(?P<rank>\d{{1,5}})(?:[-_]of[-_]\d+)?"
     r"|(?<!(?:seed|fold)[-_])(?<!(?:run|rep)[-_])(?<!trial[-_])(?P<part>\d+)[-_]of[-_]\d+"
-    r"|attempt_\d+/(?P<local>\d+))(?![A-Za-z0-9]|\.\d)",
+    r"|attempt_\d+/(?P<local>\d+)|(?<=\d_)(?P<task>\d+)_log"
+    r"|(?P<leader>(?:master|head|chief|launcher|leader|driver)(?:[-_]?\d+)?)"
+    r")(?![A-Za-z0-9]|\.\d)",
     re.IGNORECASE,
 )
+CHECKPOINT_NUMBER = re.compile(
+    rf"(?<![A-Za-z0-9])(?:{CHECKPOINT})[-_=]?(\d{{1,15}})(?![A-Za-z0-9]|\.\d)", re.IGNORECASE
+)
+COPY = re.compile(r"(latest|last|newest|current|best)([-_](run|model|checkpoint))?", re.IGNORECASE)
 
 
 def merge_subfolders(runs_by_folder: Mapping[Path, Log]) -> list[Log]:
@@ -58,18 +68,17 @@ def _scalar_key(folder: Path, log: Log) -> str | None:
 
 def merge_run_parts(logs: Sequence[Log]) -> list[Log]:
     """Merge runs that were logged in several files, by several processes, or over several starts."""
-    logs = _join_components(_join_processes(merge_parts(logs)))
+    logs = _join_checkpoints(_join_processes(_leave_out_copies(merge_parts(logs))))
     starts: dict[str, list[Log]] = {}
     for log in logs:
         run = "" if log.run_id or log.identity else run_of_start(log.name)
-        key = run if run and run != log.name else f"/{len(starts)}"
-        starts.setdefault(key, []).append(log)
+        starts.setdefault(run or f"/{len(starts)}", []).append(log)
     merged_runs: list[Log] = []
     for name, run_starts in starts.items():
         place = str(Path(run_starts[0].place).parent)
         run = merge_continued_starts(run_starts, place) if len(run_starts) > 1 else None
         merged_runs += [replace(run, name=name)] if run else run_starts
-    return merged_runs
+    return _join_components(merged_runs)
 
 
 # --- processes: the same metrics, from each rank ---
@@ -78,7 +87,8 @@ def merge_run_parts(logs: Sequence[Log]) -> list[Log]:
 def _join_processes(logs: Sequence[Log]) -> list[Log]:
     """Average the logs of runs' processes, whose names differ in the number of a rank or worker alone.
 
-    One of the numbers is 0, as of an index: `gpu2` and `gpu4` may be arms.
+    One of the numbers is 0, as of an index: `gpu2` and `gpu4` may be arms. Beside a leader such as `master-0`
+    it may be 1.
     """
     groups: dict[tuple[str, ...], dict[int, tuple[Log, re.Match[str]]]] = {}
     joined: dict[int, Log] = dict(enumerate(logs))
@@ -87,14 +97,22 @@ def _join_processes(logs: Sequence[Log]) -> list[Log]:
         if matches:  # the last number of `node1/rank_0` first
             key = (_without(log.name, matches[-1]), log.group or "", log.axis)
             groups.setdefault(key, {})[index] = (log, matches[-1])
+    if groups and max(map(len, groups.values())) == 1:  # each process may have its own time of start
+        timeless: dict[tuple[str, ...], dict[int, tuple[Log, re.Match[str]]]] = {}
+        for (name, *key), group in groups.items():
+            timeless.setdefault((without_times(name), *key), {}).update(group)
+        groups = timeless
     for (name, *_), group in groups.items():
+        leaders = [index for index, (_, match) in group.items() if match["leader"]]
         numbered = sorted(
-            (int(match[match.lastgroup or 0]), match[0], index) for index, (_, match) in group.items()
+            (int(match[match.lastgroup or 0]), match[0], index)
+            for index, (_, match) in group.items()
+            if index not in leaders
         )
-        numbers = [number for number, *_ in numbered]
-        if numbers[0] or len({*numbers}) < len(numbers):
+        is_repeated = len({match[0] for _, match in group.values()}) < len(group)
+        if not numbered or numbered[0][0] > len(leaders) or len(leaders) > 1 or is_repeated:
             continue
-        processes = [joined.pop(index) for *_, index in numbered]
+        processes = [joined.pop(index) for index in (*leaders, *(index for *_, index in numbered))]
         word = numbered[0][1]
         guess = f"mean over {len(group)} processes of one run ({word} and so on)"
         log = replace(_average_logs(processes), name=name, run_id=None)
@@ -120,6 +138,79 @@ def _average_logs(logs: Sequence[Log]) -> Log:
         for metric, series in log.metrics.items():
             series_of.setdefault(metric, []).append(series)
     return replace(logs[0], metrics={metric: average_series(series) for metric, series in series_of.items()})
+
+
+# --- copies and checkpoints ---
+
+
+def _leave_out_copies(logs: Sequence[Log]) -> list[Log]:
+    """Leave out a log called `latest` or alike with the points of one of the numbered runs beside it."""
+    remaining = dict(enumerate(logs))
+    paths = [strip_suffix(log.name).split("/") for log in logs]
+    for index, path in enumerate(paths):
+        for depth in [depth for depth, word in enumerate(path) if COPY.fullmatch(word)]:
+            siblings = [
+                number
+                for number, other in enumerate(paths)
+                if other[:depth] == path[:depth]
+                and other[depth + 1 :] == path[depth + 1 :]
+                and re.search(r"\d", other[depth])
+            ]
+            number = next((number for number in siblings if _holds(logs[number], logs[index])), None)
+            if number is None or len(siblings) < 2:
+                continue
+            line = f"{printable(logs[index].name)}: copy of {printable(logs[number].name)}, left out"
+            remaining[number] = replace(remaining[number], guesses=(*remaining[number].guesses, line))
+            remaining.pop(index, None)
+    return [*remaining.values()]
+
+
+def _holds(log: Log, copy: Log) -> bool:
+    """Return True if a log has all points of another."""
+    return bool(copy.metrics) and all(
+        name in log.metrics
+        and np.isin(series.steps, log.metrics[name].steps).all()
+        and np.array_equal(log.metrics[name].values_at(series.steps), series.values, equal_nan=True)
+        for name, series in copy.metrics.items()
+    )
+
+
+def _find_checkpoint(log: Log) -> re.Match[str] | None:
+    """Return the number of a checkpoint in the name of its scores, or of a file that is its only step."""
+    if log.axis != "steps":
+        return CHECKPOINT_NUMBER.search(log.name)
+    match = re.search(r"(?<![^/])(\d{1,15})$", strip_suffix(log.name))
+    steps = {int(step) for series in log.metrics.values() for step in series.steps[:2]}
+    return match if match and steps == {int(match[1])} else None
+
+
+def _join_checkpoints(logs: Sequence[Log]) -> list[Log]:
+    """Join scores whose names differ in the number of a checkpoint alone: the number is the step of a run.
+
+    Of scores per prompt the mean counts.
+    """
+    groups: dict[str, dict[int, Log]] = {}
+    matches = [*map(_find_checkpoint, logs)]
+    for log, match in zip(logs, matches, strict=True):
+        if match:
+            groups.setdefault(_without(log.name, match), {})[int(match[1])] = log
+    if all(len(checkpoints) < 2 for checkpoints in groups.values()):
+        return [*logs]
+    joined = [log for log, match in zip(logs, matches, strict=True) if not match]
+    for name, checkpoints in groups.items():
+        points: dict[str, dict[int, float]] = {}
+        for step, log in sorted(checkpoints.items()):
+            for metric, series in log.metrics.items():
+                points.setdefault(metric, {})[step] = float(series.values.mean())
+        steps = list_names([str(step) for step in sorted(checkpoints)], 4)
+        guess = f"{printable(name) or 'one run'}: scores of its checkpoints, by step: {steps}"
+        metrics = {
+            metric: build_series([*by_step], [*by_step.values()])[0] for metric, by_step in points.items()
+        }
+        newest = checkpoints[max(checkpoints)]
+        newest = replace(newest, name=name or "run", standard_errors={}, guesses=(*newest.guesses, guess))
+        joined.append(replace(newest, axis="steps", metrics=metrics))
+    return joined
 
 
 # --- components: other metrics, from each process or file ---
@@ -186,45 +277,25 @@ def _compared_metrics(log: Log) -> list[str]:
 
 def _merge_components(run: str, components: Mapping[str, Log]) -> Log:
     ordered = sorted(components, key=lambda name: (name.lower() not in ("train", "trainer"), name))
-    merged = replace(components[ordered[0]], name=run or "run", run_id=None, job_type=None)
     guess = f"{', '.join(ordered)}: logs of one run"
-    metrics, dropped, config = dict(merged.metrics), dict(merged.dropped), dict(merged.config or {})
-    for component in ordered[1:]:
+    logs, used_names = list[Log](), set[str]()
+    for component in ordered:
         log = components[component]
-        used_names = {*metrics}
         new_names = {
             name: f"{component}/{name}" if name in used_names else name
             for name in (*log.metrics, *log.dropped)
         }
-        metrics |= {new_names[name]: series for name, series in log.metrics.items()}
-        dropped |= {new_names[name]: steps for name, steps in log.dropped.items()}
-        config = {**(log.config or {}), **config}
-    return replace(
-        merged,
-        metrics=metrics,
-        dropped=dropped,
-        config=config or None,
-        guesses=tuple(dict.fromkeys([*(line for log in components.values() for line in log.guesses), guess])),
-        notes=tuple(dict.fromkeys(note for log in components.values() for note in log.notes)),
-        left_out=tuple(line for log in components.values() for line in log.left_out),
-        unread={name: text for log in reversed([*components.values()]) for name, text in log.unread.items()},
-    )
+        used_names |= {*log.metrics}
+        metrics = {new_names[name]: series for name, series in log.metrics.items()}
+        dropped = {new_names[name]: steps for name, steps in log.dropped.items()}
+        logs.append(replace(log, metrics=metrics, dropped=dropped))
+    united = unite_logs(logs, name=run or "run", run_id=None, job_type=None)
+    return replace(united, guesses=(*united.guesses, guess))
 
 
 def merge_parts(logs: Sequence[Log]) -> list[Log]:
     """Merge the runs whose metrics lie in several files."""
-    runs: dict[object, Log] = {}
+    runs: dict[object, list[Log]] = {}
     for index, log in enumerate(logs):
-        key = log.name if log.is_part else index
-        if key in runs:
-            merged = runs[key]
-            notes = dict.fromkeys((*merged.notes, *log.notes))
-            log = replace(
-                merged,
-                metrics={**merged.metrics, **log.metrics},
-                notes=tuple(notes),
-                unread={**log.unread, **merged.unread},
-                dropped={**log.dropped, **merged.dropped},
-            )
-        runs[key] = log
-    return list(runs.values())
+        runs.setdefault(log.name if log.is_part else index, []).append(log)
+    return [unite_logs(parts) if len(parts) > 1 else parts[0] for parts in runs.values()]

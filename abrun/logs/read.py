@@ -28,25 +28,11 @@ from abrun.logs.readers import (
 from abrun.logs.settings import add_settings
 from abrun.logs.tensorboard import EVENT_FILE_PREFIX
 from abrun.logs.trackers import complete_tracker_logs
+from abrun.logs.words import WORDS
 from abrun.runs.redaction import list_names, printable
 
 FORMATS = ("tensorboard", "wandb", "csv", "jsonl", "parquet")  # of one run, which read_log follows
-# Tables that no reader supports: an error names them, with a way to one that is read
-FOREIGN_SUFFIXES = {
-    r".+\.(xlsx?|ods|numbers)": "a spreadsheet: export it as CSV",
-    r".+\.(db|sqlite3?)": "a database of another program: export its metrics as CSV",
-    r".+\.(feather|arrow|h5|hdf5)": "write it as CSV or Parquet",
-    r".+\.(zip|7z|tar|bz2|xz|zst|tgz|gz)": "unpack it",
-    r".+\.(csv|tsv|jsonl|ndjson|parquet)[.~].*": "rotated or copied: rename it if it is a run",
-}
-FOREIGN_FILE = re.compile("|".join(FOREIGN_SUFFIXES), re.IGNORECASE)
-# Those that lie beside any logs are named only if nothing else is there.
-OTHER_SUFFIXES = {
-    r".+\.(npy|npz|pkl|pickle|pth?)": "write its metrics as CSV or Parquet",
-    r".+\.(ipynb|html?|pdf|png|svg|md)": "write the numbers of its tables and plots as CSV",
-    r".+\.ya?ml": "write its metrics as CSV or JSON",
-    r".+\.json": "neither a list of rows nor {metric: {step: value}}",
-}
+FOREIGN_FILE = re.compile("|".join(WORDS["foreign"]), re.IGNORECASE)
 DUMP_FOLDERS = {"completions", "rollouts", "rollout_data", "streams", "generations"}
 WANDB_PROJECT = r"[^/:]+/[^/]+(/[^/]+)?"
 START_TIME = re.compile(r"run-(\d{8}_\d{6})-")
@@ -213,7 +199,7 @@ def _single_file(path: Path, format: str | None) -> RunFiles:
 def _way_to_table(names: Sequence[str]) -> str:
     """Return, in brackets, how to make a table of the first file of a known format; empty if none is."""
     for name in names:
-        for pattern, way in (FOREIGN_SUFFIXES | OTHER_SUFFIXES).items():
+        for pattern, way in (WORDS["foreign"] | WORDS["other"]).items():
             if re.fullmatch(pattern, name, re.IGNORECASE):
                 return f" ({way})"
     return ""

@@ -21,20 +21,13 @@ from abrun.logs.foreign.values import (
 )
 from abrun.logs.log import Log, replaced_notes
 from abrun.logs.step_parts import Processes, separate_rows
+from abrun.logs.words import COLUMNS
 from abrun.runs.lines import CHECKSUM
 from abrun.runs.redaction import list_names, printable
 from abrun.stats.series import Array, Series, build_series, split_series
 
-# The first that every row has is used, in any letter case. A trainer's own step comes before wandb's `_step`,
-# which counts calls of wandb.log; open-instruct's `global_step` counts episodes.
-STEP_COLUMNS = (
-    *("step", "training_step", "global_step", "train/global_step", "trainer/global_step"),
-    *("training/global_step", "train/step", "current_steps", "global_step/max_steps", "_step"),
-    *("iteration", "iter", "steps", "update", "training_iteration"),
-)
-# Columns of wandb and TensorBoard, counters, clock readings and abrun's checksums
-NON_METRIC_COLUMNS = {CHECKSUM, "_step", "_runtime", "_timestamp", "Wall time"}
-NON_METRIC_COLUMNS |= {"percentage", "elapsed_time", "remaining_time"}
+STEP_COLUMNS = tuple(COLUMNS["step"])
+NON_METRIC_COLUMNS = {CHECKSUM, *COLUMNS["no_metric"]}
 CONFIG = "config/"  # prefix of configuration keys, which Ray repeats in every row
 UNNAMED = "Unnamed: "  # prefix of a column without a name, which counts rows and is not a metric
 WORDS = {"NaN", "Infinity", "-Infinity", "nan", "inf", "-inf"}  # numbers that JSON can only hold as text

@@ -30,11 +30,11 @@ from abrun.logs.tables import (
     log_from_table,
     name_log,
 )
+from abrun.logs.words import COLUMNS
 from abrun.runs.redaction import list_names, printable
 from abrun.stats.series import Series
 
 SCORE_COLUMNS = (*VALUE_COLUMNS, "score", "result")
-SAMPLE_COLUMNS = ("sample", "sample_id", "sample_idx", "completion", "rollout", "repeat", "attempt", "trial")
 TRUTH_VALUES = {"true": 1.0, "false": 0.0}
 FIRST_HASH = 2**40  # prompts with a number below it keep that number; all others get a hash of their text
 STEP = "step"
@@ -128,7 +128,7 @@ def _find_layout(table: Table) -> Layout | None:
     benchmarks = tuple(column for column in named_by if column is not None and column not in keys.values())
     if all(_has_only_numbers(table, column) for column in benchmarks):
         benchmarks = ()
-    samples = {by_name[column] for column in SAMPLE_COLUMNS if column in by_name} if prompt else set()
+    samples = {by_name[column] for column in COLUMNS["sample"] if column in by_name} if prompt else set()
     ignored = {*keys.values(), *benchmarks, *samples, *filter(None, (prompt, step))}
     return Layout(
         keys=keys,
@@ -195,17 +195,13 @@ def _read_prompts(path: Path, name: str, layout: Layout, run: Sequence[str], tab
     prompts = np.array([number_prompt(cell) for cell in table.cells(layout.prompt)])
     metrics = {metric: average_by_prompt(series, prompts) for metric, series in log.metrics.items()}
     log = name_log(replace(log, metrics=metrics), name, dict(zip(layout.keys, run, strict=True)), "")
-    return replace(log, axis="prompts", guesses=(describe_prompts(log, layout.prompt, len(table)),))
-
-
-def describe_prompts(log: Log, column: str, num_rows: int) -> str:
-    """Return how the rows of one run were read, for the report."""
-    num_prompts = max((len(series) for series in log.metrics.values()), default=0)
-    samples = "" if num_rows <= num_prompts else ", averaged over the samples of a prompt"
-    return printable(
-        f"scores per prompt (column {column}){samples}, of the prompts that all runs share: windows and step "
-        "one do not apply"
+    num_prompts = max(map(len, metrics.values()), default=0)
+    samples = ", averaged over the samples of a prompt" * (len(table) > num_prompts)
+    guess = (
+        f"scores per prompt (column {layout.prompt}){samples}, of the prompts that all runs share: windows "
     )
+    guess = printable(f"{guess}and step one do not apply")
+    return replace(log, axis="prompts", guesses=(guess,))
 
 
 def number_prompt(cell: float | str) -> int:

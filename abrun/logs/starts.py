@@ -18,10 +18,11 @@ START_FOLDER = re.compile(
     r"(?:version|attempt|restart|retry|checkpoint|ckpt|step|epoch|iter)[-_]?\d+|v\d+-\d{8}-\d{6}|exp_\d+"
     r"|\d{8}[-_T]?\d{4,6}|\d{4}-\d\d-\d\d.*|[A-Z][a-z]{2}\d\d_\d\d-\d\d-\d\d_.*"
 )
+_RESUMED = re.compile(r"[-_](resumed?|continued?|restart(ed)?)([-_]?\d+)?(?=/|\.\w+$|$)", re.IGNORECASE)
 _YEAR, _MONTH, _DAY = r"(?:19|20)\d\d", r"(?:0[1-9]|1[0-2])", r"(?:0[1-9]|[12]\d|3[01])"
 _CLOCK = r"(?:[01]\d|2[0-3])[-:._h]?[0-5]\d(?:[-:._m]?[0-5]\d(?:\.\d+|s)?)?"
 _NAMED_MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*"
-# A date or a clock time, with the host name that TensorBoard's writers append, or a UUID. A number after
+# A date or a clock time, with the host name that TensorBoard's writers append, or an id. A number after
 # "seed" is not a time.
 MOMENT = re.compile(
     r"(?<![A-Za-z0-9.])(?<!seed[-_=])(?:"
@@ -32,16 +33,17 @@ MOMENT = re.compile(
     r"|(?:[01]\d|2[0-3])([-:_])[0-5]\d\2[0-5]\d"
     r"|1[5-9]\d{8}(?:\d{3})?(?:\.\d+)?"
     r"|[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}"
+    r"|[0-9a-f]{5,8}_\d{5}_\d+"  # Ray Tune's trial: `abc12_00003_3`
     r")(?![A-Za-z0-9])"
 )
 
 
 def run_of_start(name: str) -> str:
-    """Return a name without a folder named only by its start, which is its last or holds its file."""
-    *parents, last = name.split("/")
+    """Return a name without `-resume`, and without a last folder that its start named."""
+    *parents, last = _RESUMED.sub("", name).split("/")
     if START_FOLDER.fullmatch(last):
         return "/".join(parents)
-    return "/".join([*parents[:-1], last]) if parents and START_FOLDER.fullmatch(parents[-1]) else name
+    return "/".join([*(parents[:-1] if parents and START_FOLDER.fullmatch(parents[-1]) else parents), last])
 
 
 def without_times(name: str) -> str:

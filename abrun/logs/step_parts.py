@@ -22,7 +22,7 @@ MAX_SPLITS = 8
 MIN_FILLED = 3 / 4  # share of the steps and values of a column that have a row
 # Words for a process of a run, in columns (`dp_rank`) and in names of files and folders (`rank_3`)
 PROCESS = r"((global|local|world|node|data|dp|tp|pp|cp|ep|mpi|torch|env)[-_]?)*"
-PROCESS += r"(rank|worker|proc|process|pid|device|gpu|node|host|hostname|replica|shard|actor)"
+PROCESS += r"(rank|worker|proc|process|pid|device|gpu|node|host|hostname|replica|shard|actor|pod|ps)"
 _PROCESS_COLUMN = re.compile(rf"(.*[/.])?{PROCESS}([-_]?(id|idx|index|num|number|name))?", re.IGNORECASE)
 _START_COLUMN = re.compile(
     r"(.*[/._])?(attempt|restart|retry|start)s?([-_]?(id|idx|index|num|count))?", re.IGNORECASE

@@ -28,6 +28,7 @@ from abrun.logs.golden_values import SERIES, series_table
 from abrun.logs.log import NOTHING_RECORDED, Log, missing_package_error
 from abrun.logs.naming import SEED_LIMIT, strip_suffix
 from abrun.logs.rows import STEP_COLUMNS, check_number_of_metrics, flat_cells, series_of_table
+from abrun.logs.words import COLUMNS
 from abrun.runs.layout import RunName
 from abrun.runs.lines import LineParser, damaged_line_error
 from abrun.runs.redaction import list_names, printable
@@ -39,34 +40,13 @@ PARQUET_END = 8  # bytes: the length of the footer, and PARQUET_MAGIC
 MAX_FOOTER_BYTES = 2**26
 MAX_PARQUET_BYTES = 2**28
 MAX_VALUES = 2**24  # maximum number of values in a Parquet file
-# Columns of a long table: the run of a row, and the name and the value of its metric
-ARM_COLUMNS = ("arm", "variant", "group", "condition", "treatment", "config", "method", "experiment", "algo")
-RUN_COLUMNS = (
-    "run",
-    "run_name",
-    "run_id",
-    "name",
-    "trial",
-    "exp_name",
-    "run_hash",
-    "run_uuid",
-    "hash",
-    "uuid",
-)
-SEED_COLUMNS = ("seed", "random_seed", "rng_seed")
-METRIC_COLUMNS = ("metric", "variable", "tag", "key", "name")
-VALUE_COLUMNS = ("value", "val")
-
+ARM_COLUMNS, RUN_COLUMNS, SEED_COLUMNS = COLUMNS["arm"], COLUMNS["run"], COLUMNS["seed"]
+METRIC_COLUMNS, VALUE_COLUMNS, MODEL_COLUMNS = COLUMNS["metric"], COLUMNS["value"], COLUMNS["model"]
+BENCHMARK_COLUMNS, PROMPT_COLUMNS = COLUMNS["benchmark"], COLUMNS["prompt"]
 # A row's identity is its text: a run may be named 007, and a prompt's number have twenty digits.
 KEY_COLUMNS = {*ARM_COLUMNS, *RUN_COLUMNS, *SEED_COLUMNS, *METRIC_COLUMNS, "run.hash"}
-SEED_NAME = r".*(^|[/_\-. ])(seed|s)[-_= ]?\d{1,10}"
-MODEL_COLUMNS = ("model", "model_name", "checkpoint")  # settings, in a table with steps
-BENCHMARK_COLUMNS = ("benchmark", "task", "dataset", "eval", "evaluation")
-PROMPT_COLUMNS = (
-    *("prompt", "prompt_id", "prompt_idx", "doc_id", "question", "question_id", "problem", "problem_id"),
-    *("example", "example_id", "item", "item_id", "instance", "instance_id", "task_id"),
-)
 KEY_COLUMNS |= {*MODEL_COLUMNS, *BENCHMARK_COLUMNS, *PROMPT_COLUMNS}
+SEED_NAME = r".*(^|[/_\-. ])(seed|s)[-_= ]?\d{1,10}"
 
 
 def log_from_table(path: Path, table: Table, step_column: str | None) -> Log:

@@ -16,13 +16,7 @@ import numpy as np
 
 from abrun.errors import StoreError
 from abrun.logs.foreign.files import open_file
-from abrun.logs.foreign.values import (
-    MAX_NAME_CHARACTERS,
-    MAX_RECORD_BYTES,
-    Points,
-    as_config,
-    parse_json,
-)
+from abrun.logs.foreign.values import MAX_NAME_CHARACTERS, MAX_RECORD_BYTES, Points, as_config, parse_json
 from abrun.logs.log import NOTHING_RECORDED, Log, replaced_notes
 from abrun.logs.rows import check_number_of_metrics, check_step
 from abrun.runs.redaction import printable

@@ -27,23 +27,10 @@ from abrun.logs.log import Log
 from abrun.logs.mlflow_files import PARENT, drop_parents, is_run_folder, read_database, read_run_folder
 from abrun.logs.rows import flat_cells, series_of_table
 from abrun.logs.swanlab_files import SUFFIX, read_swanlab_file
+from abrun.logs.words import WORDS
 from abrun.runs.redaction import printable
 
 SQLITE_SUFFIXES = (".db", ".sqlite", ".sqlite3")
-# The columns of each table that are read
-TABLES = {
-    "mlflow": {
-        "metrics": {"run_uuid", "key", "value", "is_nan", "step", "timestamp"},
-        "experiments": {"experiment_id", "name"},
-        "runs": {"run_uuid", "name", "status", "experiment_id", "lifecycle_stage", "start_time"},
-        "params": {"run_uuid", "key", "value"},
-        "tags": {"run_uuid", "key", "value"},
-    },
-    "trackio": {
-        "metrics": {"id", "run_name", "step", "metrics"},
-        "configs": {"id", "run_name", "config"},
-    },
-}
 
 
 class Mlflow:
@@ -119,7 +106,10 @@ def find_sqlite_format(path: Path) -> Literal["mlflow", "trackio"] | None:
                     return None
             with open_sqlite(path, in_place=in_place) as database:
                 for tracker in ("mlflow", "trackio"):
-                    if all(database.columns(table) >= names for table, names in TABLES[tracker].items()):
+                    if all(
+                        database.columns(table) >= {*names}
+                        for table, names in WORDS["sqlite"][tracker].items()
+                    ):
                         return tracker
         except StoreError:
             continue

@@ -18,21 +18,13 @@ from abrun.logs.foreign.files import read_file
 from abrun.logs.log import Log, LogStatus, missing_package_error
 from abrun.logs.rows import flat_cells, series_of_table
 from abrun.logs.wandb_files import parse_environment
+from abrun.logs.words import WORDS
 from abrun.recipe.reading import dotted
 from abrun.runs.redaction import printable
 
 API_TIMEOUT_S = 60
 CONNECT_TIMEOUT_S = 10
-STATUS_BY_STATE: dict[str, LogStatus] = {
-    "finished": "finished",
-    "failed": "failed",
-    "crashed": "failed",
-    "killed": "failed",
-    "running": "running",
-    "pending": "running",
-    "preempting": "running",
-    "preempted": "running",
-}
+STATUS_BY_STATE: dict[str, LogStatus] = WORDS["wandb"]["status"]
 
 
 def read_project(path: str, group: str | None, step_column: str | None = None) -> list[Log]:

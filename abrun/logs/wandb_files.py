@@ -30,6 +30,7 @@ from abrun.logs.foreign.values import (
 )
 from abrun.logs.log import NOTHING_RECORDED, Log
 from abrun.logs.rows import NoStepError, TableMetrics, check_number_of_metrics, flat_cells, series_of_table
+from abrun.logs.words import WORDS
 from abrun.runs.redaction import printable
 
 MAGIC = b":W&B\xe1\xbe"
@@ -39,12 +40,6 @@ MAX_STEP_METRICS = 64  # of a run, and patterns of metrics that have one
 MAX_GPUS = 1024
 FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
 NO_EXIT_NOTE = "it has no end record: it is still running, or was killed"
-# Packages of requirements.txt that determine whether two runs used the same software.
-RECORDED_PACKAGES = (
-    *("accelerate", "bitsandbytes", "deepspeed", "flash-attn", "liger-kernel", "megatron-core", "nemo-rl"),
-    *("numpy", "peft", "ray", "sglang", "skyrl", "skyrl-train", "tokenizers", "torch"),
-    *("transformer-engine", "transformers", "triton", "trl", "unsloth", "verl", "vllm"),
-)
 
 
 @dataclass(slots=True)
@@ -283,7 +278,9 @@ def parse_environment(metadata: Mapping[str, Any], requirements: str) -> dict[st
     pins = re.findall(r"^([A-Za-z0-9._-]+)==(\S+)$", requirements, re.MULTILINE)
     versions = {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in pins}
     if versions:
-        environment["versions"] = {name: versions.get(name) for name in RECORDED_PACKAGES if name in versions}
+        environment["versions"] = {
+            name: versions.get(name) for name in WORDS["wandb"]["packages"] if name in versions
+        }
     return environment
 
 

@@ -94,6 +94,8 @@ def _described(
         return f"{metric} is the same in {arm} and {baseline}: {levels[1]:.4g}, {window}, {sample}"
     if interval is None:
         return f"{change}, {sample}"
+    if max(runs) == 1 and interval[0] * interval[1] > 0:
+        return f"{change}, {sample} (90 % CI {interval_text(interval)})"
     if detected is None:
         return (
             f"{metric}: no difference detected: {levels[1]:.4g} in {arm}, {levels[0]:.4g} in {baseline}, "

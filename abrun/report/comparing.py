@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 from rich.console import RenderableType
 
-from abrun.errors import ComparisonError
+from abrun.errors import ComparisonError, UnknownRunsError
 from abrun.experiment.plan import compare_hash
 from abrun.logs.recorded.claim_tests import find_earlier_claim_tests, in_reported_order, make_claim_test
 from abrun.logs.recorded.experiment import RecordedExperiment, Reference, resolve_claims
@@ -109,9 +109,13 @@ def compare_contents(contents: SourceContents, options: CompareOptions) -> Compa
     """
     directory, reading = contents.directory, contents.reading
     reference, arm, claims = options.reference, options.arm, options.claims
-    experiment = contents.experiment(
-        allows_one_arm=reference is not None, may_be_one_arm=reference is None, may_unpair=claims is None
-    )
+    is_one_arm = reference is not None
+    try:
+        experiment = contents.experiment(
+            allows_one_arm=is_one_arm, may_be_one_arm=not is_one_arm, may_unpair=claims is None
+        )
+    except UnknownRunsError as error:  # it ends with a command
+        raise UnknownRunsError(" ".join((str(error), *map(shlex.quote, options.to_words())))) from None
     if reference is not None and reading.versions_differ:
         raise ComparisonError(
             "--versions-differ: got it with a reference, which always allows other versions; drop it"

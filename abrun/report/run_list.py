@@ -7,14 +7,14 @@ from rich.text import Text
 
 from abrun.errors import ComparisonError
 from abrun.logs.log import RunRecording
-from abrun.logs.naming import Seed, find_seed, varying_settings_text
+from abrun.logs.naming import Seed, find_seed, varying_settings
 from abrun.logs.recorded.experiment import RecordedExperiment
 from abrun.logs.recorded.identify import Sources
 from abrun.logs.recorded.selection import ReadingOptions
 from abrun.logs.recorded.sources import read_sources
 from abrun.messages import sentences
 from abrun.report.present.tables import Column, Table
-from abrun.runs.redaction import display_safe
+from abrun.runs.redaction import display_safe, list_names
 
 
 def list_runs(sources: Sequence[str], reading: ReadingOptions) -> tuple[RenderableType, str]:
@@ -24,7 +24,7 @@ def list_runs(sources: Sequence[str], reading: ReadingOptions) -> tuple[Renderab
     """
     contents = read_sources(sources, reading)
     logs = contents.recorded.logs if isinstance(contents.recorded, Sources) else []
-    varying = [("settings that differ", text)] if (text := varying_settings_text(logs)) else []
+    varying = [("settings that differ", list_names(keys, 8)) for keys in [varying_settings(logs)] if keys]
     try:
         experiment = contents.experiment(may_unpair=True, may_be_one_arm=True)
     except ComparisonError as error:

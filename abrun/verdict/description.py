@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
+from scipy import special
 
 from abrun.errors import ComparisonError
 from abrun.logs.recorded.experiment import (
@@ -55,7 +56,7 @@ from abrun.verdict.summaries import (
 )
 
 MAX_OTHER_METRICS = 12  # of one arm alone: first metrics with a learning direction, then step one's
-MAX_DESCRIBED = 200  # of more metrics, those whose curves differ most beside their noise
+MAX_CLAIMABLE = 200  # ranked metrics that are tried as a claim
 FALSE_DISCOVERY_RATE = 0.1  # of the other metrics that are said to differ (Benjamini and Hochberg 1995)
 SHARE_OF_CLIMB, SHARE_OF_LEVEL = 0.1, 0.05  # suggested margin as a share of the baseline
 MAX_RATIOS = 3  # reasons about ratios
@@ -74,8 +75,7 @@ def describe_metrics(experiment: RecordedExperiment, arm: str, claims: Sequence[
         return []
     windows = {claim.metric: claim.window for claim in claims}
     unclaimed = [metric for metric in rank_metrics(sides) if metric not in windows]
-    chosen = _most_unusual(sides, unclaimed)
-    windows |= dict.fromkeys(chosen, default_window(sides))
+    windows |= dict.fromkeys(unclaimed, default_window(sides))
     declared = experiment if claims or launched else None
     described = (_describe_metric(arm, sides, metric, window, declared) for metric, window in windows.items())
     rows = [row for row in described if row]
@@ -83,10 +83,10 @@ def describe_metrics(experiment: RecordedExperiment, arm: str, claims: Sequence[
         return []
     leading, *others = rows
     # The first metric is the question; the others are a search, so that their number counts
-    p_values = [*(row["p"] for row in others), *[1.0] * (len(unclaimed) - len(chosen))]
+    p_values = [row["p"] for row in others]
     adjusted = [
         replace(row, values={**row.values, "p_adjusted": p_adjusted, "num_metrics": len(p_values)})
-        for row, p_adjusted in zip(others, benjamini_hochberg(p_values), strict=False)
+        for row, p_adjusted in zip(others, benjamini_hochberg(p_values), strict=True)
     ]
     claimed = [row for row in adjusted if row["metric"] in [claim.metric for claim in claims]]
     searched = [row for row in adjusted if row not in claimed]
@@ -98,23 +98,6 @@ def describe_metrics(experiment: RecordedExperiment, arm: str, claims: Sequence[
 def is_discovered(row: Evidence) -> bool:
     """Return whether a metric other than the first is said to differ."""
     return row["p_adjusted"] is not None and row["p_adjusted"] <= FALSE_DISCOVERY_RATE
-
-
-def _most_unusual(sides: Sides, metrics: Sequence[str]) -> list[str]:
-    """Return at most MAX_DESCRIBED of the ranked metrics: the first, and those whose mean curves differ most.
-
-    The noise from step to step is a measure of all metrics at once, which that of seeds is not.
-    """
-    if len(metrics) <= MAX_DESCRIBED:
-        return list(metrics)
-    unusual = dict.fromkeys(metrics, 1.0)
-    for metric in metrics:
-        curves = [[run.series(metric).values for run in runs] for runs in sides.arms]
-        if len({len(curve) for arm in curves for curve in arm}) == 1:
-            p_value = float(level_shift_p(np.mean(curves[1], axis=0) - np.mean(curves[0], axis=0)))
-            unusual[metric] = 1.0 if math.isnan(p_value) else p_value
-    chosen = {metrics[0], *sorted(metrics, key=unusual.__getitem__)[: MAX_DESCRIBED - 1]}
-    return [metric for metric in metrics if metric in chosen]
 
 
 def find_claimable_metric(
@@ -131,7 +114,7 @@ def find_claimable_metric(
         if min(all_sides.sizes) == 0:
             continue
         window = default_window(all_sides)
-        for metric in rank_metrics(all_sides)[:MAX_DESCRIBED]:
+        for metric in rank_metrics(all_sides)[:MAX_CLAIMABLE]:
             if metric in (
                 MEMORY_PEAK,
                 FINAL_WEIGHTS,
@@ -269,7 +252,10 @@ def _describe_metric(
         "mean_distance": None if distance is None else float(distance.mean()),
         "largest_distance": None if distance is None else float(distance.max()),
         "largest_at": None if distance is None else int(steps[distance.argmax()]),
-        **_describe_test(sides, unit, (baseline, treatment), margin, step, curves),
+        **(
+            _describe_errors(sides, metric)
+            or _describe_test(sides, unit, (baseline, treatment), margin, step, curves)
+        ),
         "p_adjusted": None,  # over the `num_metrics` other metrics (Benjamini-Hochberg); None of the first
         "num_metrics": 1,
         "margin": margin,  # suggested from the baseline alone; None if the baseline is 0
@@ -303,6 +289,23 @@ def _select_recorded(sides: Sides, metric: str, window: str) -> tuple[Sides, lis
             left_out = [problem for arm in problems for problem in arm if problem]
             return usable, [problem for problem in left_out if problem.code not in ignored]
     return sides, []
+
+
+def _describe_errors(sides: Sides, metric: str) -> dict[str, Any] | None:
+    """Return the test of two values by their standard errors; None if they have none.
+
+    z = (b - a) / sqrt(SE_a^2 + SE_b^2), as in `model_comparator.py` of lm-evaluation-harness.
+    """
+    errors = [run.standard_errors.get(metric, 0.0) for run in sides.runs]
+    if sides.sizes != (1, 1) or not math.isfinite(error := math.hypot(*errors)) or not all(errors):
+        return None
+    first, second = (float(run.series(metric).values[0]) for run in sides.runs)
+    half_width = float(special.ndtri(0.95)) * error
+    return {
+        "p": float(2 * special.ndtr(-abs(second - first) / error)),
+        "interval": (second - first - half_width, second - first + half_width),
+        **dict.fromkeys(("detected", "certified_bound", "runs_needed")),
+    }
 
 
 def _describe_test(
@@ -380,7 +383,7 @@ def description_reasons(described: Sequence[Evidence], baseline: str) -> list[Re
                 apart=differences,
                 num_metrics=row["num_metrics"],
                 rate=FALSE_DISCOVERY_RATE,
-                of_steps=max(main["num_runs"]) == 1,
+                of_steps=max(main["num_runs"]) == 1 and main["axis"] == "steps",
             )
             for row in further[:1]
         ),

@@ -7,7 +7,7 @@ from abrun.messages.codes import Code, Reason
 from abrun.runs.metric_names import is_memory
 from abrun.stats.curves import MIN_STEPS, level_shift_p
 from abrun.stats.series import Array
-from abrun.verdict.description import MAX_DESCRIBED, informative_metrics
+from abrun.verdict.description import informative_metrics
 
 MAX_P = 1e-3  # of the step-to-step noise of the mean curves
 FAR_LEVEL = 2.0  # ratio of the arms' levels
@@ -25,7 +25,7 @@ def far_apart_reason(sides: Sides, claimed: set[str]) -> Reason | None:
         return None
     levels: dict[str, list[float]] = {}
     spikes: dict[str, list[float]] = {}
-    for metric in informative_metrics(finished)[:MAX_DESCRIBED]:
+    for metric in informative_metrics(finished):
         values = stack_runs(finished.runs, metric)[1]
         values = values[:, np.isfinite(values).all(axis=0)]
         if metric in claimed or is_memory(metric) or values.shape[1] < MIN_STEPS:

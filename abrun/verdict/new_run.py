@@ -12,7 +12,6 @@ from abrun.runs.metric_names import default_transform
 from abrun.stats.equivalence import ALPHA, holm, mean_and_sd, sd_with_resolution
 from abrun.stats.noise import further_run_p, prediction_half_width
 from abrun.verdict.description import (
-    MAX_DESCRIBED,
     MAX_OTHER_METRICS,
     default_window,
     informative_metrics,
@@ -51,10 +50,7 @@ def measure_new_run(experiment: RecordedExperiment, arm: str, claims: Sequence[C
         [_measure_metric(arm, run, runs, claim, claim.window) for claim in claims],
         [_measure_metric(arm, run, runs, claim, window) for claim in unclaimed[:MAX_OTHER_METRICS]],
         # A search of its own, whose size takes no power from the first metrics
-        [
-            _measure_metric(arm, run, runs, claim, window)
-            for claim in unclaimed[MAX_OTHER_METRICS:MAX_DESCRIBED]
-        ],
+        [_measure_metric(arm, run, runs, claim, window) for claim in unclaimed[MAX_OTHER_METRICS:]],
     )
     return [record for family in families for record in _correct_for_multiplicity(family)]
 

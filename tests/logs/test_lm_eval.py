@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from abrun.errors import StoreError
@@ -130,11 +131,28 @@ def test_totals_without_samples_are_final_scores_with_their_standard_errors(tmp_
         "gsm8k/exact_match,strict": [0.5],
         "ifeval/acc": [0.75],
     }
-    assert "--log_samples for a paired test per prompt" in log.guesses[0]
-    assert log.guesses[1] == f"standard errors of {tmp_path}/hf/org__model: gsm8k/exact_match,strict 0.0125"
+    assert "--log_samples" in log.guesses[0] and log.standard_errors == {"gsm8k/exact_match,strict": 0.0125}
     assert log.notes == ("older evaluations left out: 1",)
     write(tmp_path / "hf/org__model", "gsm8k", [sample(0, acc=1.0), sample(1, acc=0.0)])
     assert [log.axis for log in read_logs(str(tmp_path))] == ["prompts"]
+
+
+def test_one_run_of_each_arm_is_compared_by_the_standard_errors_of_its_totals(tmp_path: Path) -> None:
+    for arm, gsm8k, mmlu in (("old", 0.30, 0.50), ("new", 0.35, 0.51)):
+        scores = {"gsm8k": (gsm8k, 0.01), "mmlu": (mmlu, 0.012), "code": (gsm8k, "N/A")}
+        results = {
+            task: {"acc,none": value, "acc_stderr,none": error} for task, (value, error) in scores.items()
+        }
+        write_totals(tmp_path / arm, results)
+    content = compare_sources([str(tmp_path / "old"), str(tmp_path / "new")], ReadingOptions()).content
+    described = {row["metric"]: row for row in content.select("description")}
+    half_width = 1.6449 * np.hypot(0.01, 0.01)  # z = 3.54
+    assert described["gsm8k/acc"]["interval"] == pytest.approx(
+        (0.05 - half_width, 0.05 + half_width), abs=1e-4
+    )
+    assert described["gsm8k/acc"]["p"] == pytest.approx(0.000407, rel=0.01)
+    assert described["mmlu/acc"]["p"] == pytest.approx(0.556, rel=0.01)
+    assert described["code/acc"]["interval"] is None
 
 
 @pytest.mark.parametrize("results", [None, [1]])

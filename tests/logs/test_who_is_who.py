@@ -19,6 +19,7 @@ from abrun.logs import Log, read_logs
 from abrun.logs.naming import guess_runs
 from abrun.logs.recorded.experiment import RecordedExperiment
 from abrun.logs.recorded.sources import ReadingOptions, open_sources
+from abrun.runs.layout import RunName
 from abrun.stats.series import build_series
 
 
@@ -63,6 +64,32 @@ def test_processes_of_a_run_are_averaged(tmp_path: Path, layout: str) -> None:
     assert abs(first.values.mean() - 1.5) < 0.1  # the mean of 0, 1, 2 and 3
 
 
+@pytest.mark.parametrize(
+    "processes",
+    [("master-0", "worker-0", "worker-1"), ("head", "worker-1", "worker-2"), ("chief-0", "worker-0", "ps-0")],
+)
+def test_a_leader_is_a_process_of_the_workers_beside_it(tmp_path: Path, processes: Sequence[str]) -> None:
+    for arm in ("master", "fp8"):
+        for seed in (1, 2):
+            for shift, process in enumerate(processes):
+                write(tmp_path / f"{arm}-s{seed}-{process}.jsonl", seed, shift=shift)
+    experiment = opened(tmp_path)
+    assert names(experiment) == {"master": [1, 2], "fp8": [1, 2]}
+    assert all(abs(run.metrics["train/loss"].values.mean() - 1) < 0.1 for run in experiment.runs.values())
+
+
+def test_the_ends_of_pods_names_are_neither_arms_nor_seeds(tmp_path: Path) -> None:
+    for arm, pods in (("base", ("7c9f6d-x2k4p", "7c9f6d-b8qzt")), ("fp8", ("5d8c77-lm2nq", "5d8c77-9xkhr"))):
+        for number, pod in enumerate(pods):
+            write(tmp_path / f"{arm}-{pod}" / "metrics.jsonl", number)
+    experiment = opened(tmp_path)
+    assert names(experiment) == {"base": [0, 1], "fp8": [0, 1]} and not experiment.seeds_known
+    assert [name.arm for name in named([named_log("a-bs256", {}), named_log("b-bs256", {})])] == [
+        "a-bs256",
+        "b-bs256",
+    ]
+
+
 def test_numbers_of_gpus_are_arms() -> None:
     names = [f"gpu{number}-s{seed}" for number in (1, 2, 4) for seed in (0, 1)]
     guess = guess_runs([Log(name=name, place=name, metrics={}) for name in names])
@@ -70,7 +97,7 @@ def test_numbers_of_gpus_are_arms() -> None:
     assert [str(name) for name in guess.names[:3]] == ["gpu1/seed-0", "gpu1/seed-1", "gpu2/seed-0"]
 
 
-@pytest.mark.parametrize("word", ["job_", "version_", "attempt-", "restart"])
+@pytest.mark.parametrize("word", ["job_", "version_", "attempt-", "restart", "Trial_"])
 def test_numbers_of_jobs_and_starts_are_no_seeds(tmp_path: Path, word: str) -> None:
     for arm in ("old", "new"):
         for number in range(3):
@@ -78,6 +105,95 @@ def test_numbers_of_jobs_and_starts_are_no_seeds(tmp_path: Path, word: str) -> N
     experiment = opened(tmp_path / "old", tmp_path / "new")
     assert not experiment.seeds_known
     assert not experiment.compare.paired
+
+
+@pytest.mark.parametrize("name", ["latest/log", "best/log", "current"])
+def test_a_copy_of_a_numbered_run_beside_it_is_left_out(tmp_path: Path, name: str) -> None:
+    for seed in (0, 1):
+        for arm in ("old", "new"):
+            write(tmp_path / arm / f"{name.replace(name.partition('/')[0], f'seed{seed}')}.jsonl", seed)
+        write(tmp_path / "old" / f"{name}.jsonl", 1)
+    experiment = opened(tmp_path)
+    assert names(experiment) == {"new": [0, 1], "old": [0, 1]}
+    guesses = [str(reason.values.get("guess")) for reason in experiment.guessed]
+    assert sum("copy of old/seed1" in guess for guess in guesses) == 1
+    write(tmp_path / "old" / f"{name}.jsonl", 7)  # no copy
+    assert len(opened(tmp_path).runs) == 5
+
+
+def test_an_arm_of_that_name_is_no_copy(tmp_path: Path) -> None:
+    for arm in ("current", "new"):
+        for seed in (0, 1):
+            write(tmp_path / arm / f"seed{seed}.jsonl", seed)
+    assert names(opened(tmp_path)) == {"current": [0, 1], "new": [0, 1]}
+
+
+# --- checkpoints ---
+
+
+@pytest.mark.parametrize("folder", ["checkpoint-{}", "epoch_{}", "global_step_{}", "iter_{:07d}"])
+def test_scores_of_checkpoints_are_one_run_by_step(tmp_path: Path, folder: str) -> None:
+    for arm, shift in (("base", 0.0), ("new", 0.1)):
+        for step in (100, 200, 300):
+            results = {"results": {"gsm8k": {"acc,none": step / 1000 + shift}}}
+            path = tmp_path / arm / folder.format(step) / "results_2026-09-01T10-00-00.123.json"
+            path.parent.mkdir(parents=True)
+            path.write_text(json.dumps(results))
+    experiment = opened(tmp_path)
+    assert names(experiment) == {"base": [0], "new": [0]}
+    curves = [run.metrics["gsm8k/acc"] for run in experiment.runs.values()]
+    assert [curve.steps.tolist() for curve in curves] == [[100, 200, 300]] * 2
+    assert np.allclose(curves[1].values - curves[0].values, 0.1)
+
+
+def test_epochs_whose_steps_begin_again_are_asked_about(tmp_path: Path) -> None:
+    for epoch in (1, 2, 3):
+        write(tmp_path / f"epoch_{epoch}.jsonl", epoch)
+    with pytest.raises(ComparisonError, match="differ in the number of a process or checkpoint"):
+        opened(tmp_path)
+    assert names(opened(tmp_path, unpaired=True)) == {tmp_path.name: [0, 1, 2]}
+
+
+# Names with the place of arm and seed or process -> the seeds of each arm, and the number of runs in an arm
+PUBLIC_LAYOUTS = {
+    "slime": ("{arm}-20260901_12000{n}-RANK_{n}", [0]),
+    "submitit": ("{arm}/4821_{n}_log", [4821]),
+    "Hydra": ("multirun/2026-09-01/12-00-00/{job}_loss={arm},seed={n}/log", [0, 1, 2]),
+    "Lightning": ("{arm}/lightning_logs/version_{n}/log", [0, 1, 2]),
+    "Katib": ("{arm}-{pod}2kx9rjz{n}/log", [0, 1, 2]),
+    "CleanRL": ("env-v1__{arm}__{n}__169300000{job}/log", [0, 1, 2]),
+}
+
+
+@pytest.mark.parametrize("layout", PUBLIC_LAYOUTS)
+def test_runs_of_public_layouts_have_their_arms_and_seeds(tmp_path: Path, layout: str) -> None:
+    pattern, seeds = PUBLIC_LAYOUTS[layout]
+    for place, arm in enumerate(("old", "new")):
+        for n in range(3):
+            pod = f"{'bcd'[n]}{'xz'[place]}kq2wr{'vw'[place]}"
+            name = pattern.format(arm=arm, n=n, job=3 * place + n, pod="").replace(f"2kx9rjz{n}", pod)
+            write(tmp_path / f"{name}.jsonl", n)
+    experiment = opened(tmp_path)
+    assert sorted(arm.rpartition("=")[2].rpartition("__")[2] for arm in experiment.arms) == ["new", "old"]
+    assert [*names(experiment).values()] == [seeds] * 2
+
+
+def test_a_resumed_run_and_files_named_by_their_only_step_are_parts_of_it(tmp_path: Path) -> None:
+    for arm in ("old", "new"):
+        for name, steps in (
+            ("train", range(1, 21)),
+            ("train-resume", range(21, 41)),
+            ("validation/30", [30]),
+        ):
+            rows = [{"step": step, "score" if name[0] == "v" else "loss": 1 / step} for step in steps]
+            path = tmp_path / arm / f"{name}.jsonl"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (tmp_path / arm / "validation" / "40.jsonl").write_text('{"step": 40, "score": 2.5}\n')
+    experiment = opened(tmp_path)
+    assert names(experiment) == {"new": [0], "old": [0]}
+    for run in experiment.runs.values():
+        assert len(run.metrics["train/loss"]) == 40 and run.metrics["train/reward"].steps.tolist() == [30, 40]
 
 
 # --- settings ---
@@ -146,6 +262,24 @@ def named_log(name: str, config: Mapping[str, object], **fields: object) -> Log:
     return Log(name=name, place=name, metrics=metrics, config=config, **fields)  # type: ignore[arg-type]
 
 
+def named(logs: Sequence[Log]) -> list[RunName]:
+    guess = guess_runs(logs)
+    assert guess is not None and not isinstance(guess, str)
+    return guess.names
+
+
+def test_trials_of_ray_tune_are_called_by_the_settings_in_their_names() -> None:
+    trial = "trainable_abc12_0000{0}_{0}_lr={1},batch={2}_2026-09-01_10-00-0{0}/progress"
+    logs = [named_log(trial.format(number, lr, 32), {}) for number, lr in enumerate(("0.1", "1e-4", "1e-05"))]
+    arms = ["trainable-lr=0.1,batch=32", "trainable-lr=1e-4,batch=32", "trainable-lr=1e-05,batch=32"]
+    assert [name.arm for name in named(logs)] == arms
+    logs = [
+        named_log(trial.format(number, lr, 32), {"lr": lr, "seed": seed})
+        for number, (lr, seed) in enumerate([(0.1, 4), (0.2, 4), (0.1, 3), (0.2, 3)])
+    ]
+    assert [name.seed for name in named(logs)] == [4, 4, 3, 3]
+
+
 def test_runs_of_the_same_names_are_told_apart_by_their_settings() -> None:
     logs = [
         named_log(f"seed{seed}", {"seed": seed, "lr": lr, "run_name": f"seed{seed}", "dir": f"{lr}-{seed}"})
@@ -177,7 +311,7 @@ def test_options_name_the_settings_of_arms_and_seeds(tmp_path: Path) -> None:
         (folder / "config.json").write_text(json.dumps(settings))
     experiment = opened(tmp_path / "runs", arms_by="lr", seeds_by="rng")
     assert names(experiment) == {"lr=0.1": [0, 1], "lr=0.2": [0, 1]}
-    with pytest.raises(ComparisonError, match=r"settings that differ: 'optim\.lr', 'rng', 'note'"):
+    with pytest.raises(ComparisonError, match=r"they differ in 'optim\.lr', 'rng', 'note'"):
         opened(tmp_path / "runs", arms_by="learning_rate")
     with pytest.raises(ComparisonError, match=r"got 0\.1 as lr; allowed: whole numbers"):
         opened(tmp_path / "runs", seeds_by="lr")

@@ -7,7 +7,6 @@ types, names, the sources' names, and last a guess that explains every run.
 
 import os
 import re
-import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from abrun.logs.naming import (
     Names,
     Naming,
     RunFilter,
+    ask_about_numbers,
     differ_in_one_number,
     differ_only_by_numbers,
     differing_settings,
@@ -114,8 +114,7 @@ def _try_strategies(sources: Sources) -> Naming:
         if isinstance(outcome, Naming):
             return outcome
         problem = outcome or problem
-    hint = "" if sources.pattern else "; --list shows the runs and their settings"
-    raise ComparisonError(f"{problem}{hint}")
+    raise ComparisonError(problem)
 
 
 # --- strategies ---
@@ -179,7 +178,7 @@ def name_by_source(sources: Sources) -> Naming | str | None:
     return _as_naming(sources, lambda unpaired: _name_each_source(sources, unpaired))
 
 
-def name_one_arm(sources: Sources) -> Naming | None:
+def name_one_arm(sources: Sources) -> Naming | str | None:
     """Take the sources as one arm if that is allowed, and if they do not look like several.
 
     One arm is a single run, runs of one given arm, or runs of one folder whose names differ only by numbers
@@ -202,12 +201,15 @@ def name_one_arm(sources: Sources) -> Naming | None:
     if given_arm is None and (settings := differing_settings(logs)):
         raise ComparisonError(
             f"arms: the runs in {printable(folder or '')} differ in settings ({list_names(settings, 4)}); "
-            f"compare them by one, such as --arms-by {printable(settings[0])}, or name the arm that all "
-            f"are: ARM={printable(folder or '')}"
+            f"compare them by one with --arms-by, or name the arm that all are: ARM={printable(folder or '')}"
         )
     if not isinstance(names, str):
         return _with_seed_guess(Naming(names=names), logs)
     if given_arm or differ_in_one_number(logs):
+        if not sources.reading.unpaired and (
+            question := ask_about_numbers(logs, [arm] * len(logs), are_arms=True)
+        ):
+            return question
         names = name_seeds(logs, arm, unpaired=True, run_filter=sources.run_filter)
     return None if isinstance(names, str) else Naming(names=names, paired=False, seeds_known=False)
 
@@ -430,11 +432,8 @@ def _find_several_arms(sources: Sources) -> str | None:
         for run, log in zip(names, logs, strict=True):
             names_of.setdefault(run.arm, []).append(log.name)
         if len(names_of) > 1 and len({run.seed for run in names}) < len(set(names)):
-            *_, last_arm_names = names_of.values()
-            prefix = os.path.commonprefix(last_arm_names)  # noqa: RUF071  of characters
             return (
                 f"sources: {printable(source)} holds runs of several arms ({list_names(list(names_of))}); "
-                f"leave out all but one, such as --exclude {shlex.quote(f'{prefix}*')}, or give this source "
-                "alone"
+                "leave out all but one, or give this source alone"
             )
     return None

@@ -10,12 +10,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from abrun.errors import ComparisonError, StoreError
+from abrun.errors import ComparisonError, StoreError, UnknownRunsError
 from abrun.logs import Log, read_logs
 from abrun.logs.aliases import RenamedRuns, parse_aliases, recognise_metrics, rename_all
 from abrun.logs.naming import guess_baseline, pattern_fields
 from abrun.logs.recorded.experiment import RecordedExperiment, RecordedRun, refuse_mixed_axes, resolve_claims
 from abrun.logs.recorded.identify import Sources, arm_from_source, identify_runs, parse_source
+from abrun.logs.recorded.remedies import suggest_command
 from abrun.logs.recorded.selection import ReadingOptions, restarted_counter_reasons
 from abrun.logs.recorded.stored import choose_baseline, load_experiment
 from abrun.messages.codes import Code, Reason
@@ -56,7 +57,11 @@ class SourceContents:
         if isinstance(self.recorded, RecordedExperiment):
             return self.recorded
         reading = replace(self.reading, **changes)
-        experiment = build_foreign_experiment(self.recorded, reading)
+        try:
+            experiment = build_foreign_experiment(self.recorded, reading)
+        except UnknownRunsError as error:
+            command = suggest_command(self.recorded, reading, build_foreign_experiment)
+            raise UnknownRunsError(f"{error}; for example: {command}") from None
         return _add_interim(experiment, reading) if reading.interim else experiment
 
 
@@ -166,7 +171,10 @@ def build_foreign_experiment(sources: Sources, reading: ReadingOptions) -> Recor
     selection, allows_one_arm = reading.selection, reading.allows_one_arm
     logs_by_source, excluded = selection.without_excluded(sources.logs_by_source)
     sources = replace(sources, logs_by_source=logs_by_source, reading=reading)
-    naming = identify_runs(sources)
+    try:
+        naming = identify_runs(sources)
+    except ComparisonError as error:
+        raise UnknownRunsError(error.reason) from None
     paired = not reading.unpaired and naming.paired
     named_logs = list(zip(naming.names, sources.logs, strict=True))
     selected, left_out = selection.select(named_logs, excluded, paired=paired and not allows_one_arm)

@@ -15,13 +15,7 @@ from abrun.messages.numbers import listed
 from abrun.recipe.experiment import parse_stored_recipe, parse_stored_run
 from abrun.recipe.reading import dotted
 from abrun.recipe.run import can_change_numbers
-from abrun.runs.experiment import (
-    EXPERIMENT,
-    REFERENCE,
-    open_experiment,
-    planned_runs,
-    run_dir,
-)
+from abrun.runs.experiment import EXPERIMENT, REFERENCE, open_experiment, planned_runs, run_dir
 from abrun.runs.files import UnreadableError, is_directory, wrap_read_errors
 from abrun.runs.layout import RunName
 from abrun.runs.migrations import migrate_dotted
