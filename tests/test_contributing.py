@@ -1,7 +1,6 @@
 """CONTRIBUTING's picture of the layers and its house rules, held against the code."""
 
 import ast
-import functools
 import json
 import re
 import tomllib
@@ -14,9 +13,9 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from abrun.runs.layout import RUN_FILES
+from tests.source import sources, trees
 
 ROOT = Path(__file__).parents[1]
-SOURCES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / "abrun").rglob("*.py")}
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
 CONTRACTS: list[dict[str, Any]] = PYPROJECT["tool"]["importlinter"]["contracts"]
@@ -52,11 +51,6 @@ def test_the_picture_of_the_layers_is_that_of_the_contracts() -> None:
     assert circles["type"] == "acyclic_siblings" and circles["ancestors"] == ["abrun"]
 
 
-@functools.cache
-def trees() -> dict[str, ast.Module]:
-    return {name: ast.parse(source) for name, source in SOURCES.items()}
-
-
 def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -73,7 +67,7 @@ def num_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def test_no_file_has_more_than_700_lines_and_no_function_but_kernels_more_than_60() -> None:
-    long = [name for name, source in SOURCES.items() if source.count("\n") > 700]
+    long = [name for name, source in sources().items() if source.count("\n") > 700]
     long += [
         f"{name}: {function.name}"
         for name, tree in trees().items()
@@ -86,7 +80,7 @@ def test_no_file_has_more_than_700_lines_and_no_function_but_kernels_more_than_6
 
 def test_no_module_is_called_after_nothing() -> None:
     names = {"utils", "util", "helpers", "common", "misc"}
-    assert [name for name in SOURCES if names & set(name.removesuffix(".py").split("/"))] == []
+    assert [name for name in sources() if names & set(name.removesuffix(".py").split("/"))] == []
 
 
 def test_the_files_of_a_run_are_named_in_one_place() -> None:
@@ -103,10 +97,10 @@ def test_the_files_of_a_run_are_named_in_one_place() -> None:
 def test_nothing_asks_who_stands_behind_a_seam_and_ranks_alone_count_themselves() -> None:
     asked = {
         name
-        for name, source in SOURCES.items()
+        for name, source in sources().items()
         if re.search(r"isinstance\([^()]*\b\w*(Backend|Engine|Launcher)\b", source)
     }
-    counting = {name for name, source in SOURCES.items() if "get_world_size()" in source}
+    counting = {name for name, source in sources().items() if "get_world_size()" in source}
     assert asked == set()
     assert counting == {"abrun/trainer/backends/ranks.py"}
 

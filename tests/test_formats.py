@@ -27,6 +27,12 @@ from abrun.runs.rundir import RunDir
 FORMATS = Path(__file__).parent / "formats"
 NAMES = sorted(path.parent.name for path in FORMATS.glob("*/expected.json"))
 Abrun = Callable[..., tuple[int, str, str]]
+# The oldest and the newest, of tests that take seconds; those between are slow
+of_few_formats = pytest.mark.parametrize(
+    "stored",
+    [NAMES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[1:-1]), NAMES[-1]],
+    indirect=True,
+)
 
 
 @pytest.fixture(params=NAMES)
@@ -69,6 +75,7 @@ def test_changed_claims_of_a_stored_experiment_are_still_noticed(stored: Path) -
     assert find_post_hoc_reason(experiment, experiment.compare) is not None
 
 
+@of_few_formats
 def test_commands_read_a_stored_experiment(stored: Path, abrun: Abrun) -> None:
     code, output, _ = abrun("status", "--json")
     assert code == 0
@@ -106,6 +113,7 @@ def test_references_and_ledgers_are_read_and_extended(stored: Path, abrun: Abrun
         assert code == 0 and "OPEN" in output, output + errors
 
 
+@of_few_formats
 def test_a_killed_launch_is_resumed_by_its_own_recipe(stored: Path, abrun: Abrun) -> None:
     experiment = stored / "runs" / "killed"
     results = {path: path.read_bytes() for path in experiment.glob("*/*/result.json")}

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -13,8 +14,8 @@ PAGE = Path(__file__).parents[1] / "docs" / "how-to" / "extend.md"
 WHEEL = "abrun_blackbox-1.0-py3-none-any.whl"
 
 
-def install(folder: Path, *, broken: bool = False, replaced: tuple[str, str] = ("", "")) -> Path:
-    """Install the page's package, with a text `replaced`, into a folder and return it."""
+def install(folder: Path, *, broken: bool = False, replaced: tuple[str, str] | None = None) -> Path:
+    """Install the page's package into a folder and return it: by pip, unless it is changed."""
     text = PAGE.read_text(encoding="utf-8")
     modules = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", text, re.DOTALL)
     (entry_points,) = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
@@ -23,7 +24,9 @@ def install(folder: Path, *, broken: bool = False, replaced: tuple[str, str] = (
     info = "abrun_blackbox-1.0.dist-info"
     with zipfile.ZipFile(folder / WHEEL, "w") as wheel:
         for name, code in modules:
-            wheel.writestr(name, "import no_such_module\n" if broken else code.replace(*replaced))
+            wheel.writestr(
+                name, "import no_such_module\n" if broken else code.replace(*(replaced or ("", "")))
+            )
         wheel.writestr(f"{info}/entry_points.txt", entry_points)
         wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: abrun-blackbox\nVersion: 1.0\n")
         wheel.writestr(
@@ -31,6 +34,9 @@ def install(folder: Path, *, broken: bool = False, replaced: tuple[str, str] = (
         )
         wheel.writestr(f"{info}/RECORD", "")
     target = folder / "installed"
+    if broken or replaced:
+        shutil.unpack_archive(folder / WHEEL, target, "zip")
+        return target
     pip = [sys.executable, "-m", "pip", "install", "--no-index", "--no-deps", "-q", "--target", str(target)]
     subprocess.run([*pip, str(folder / WHEEL)], check=True)
     return target

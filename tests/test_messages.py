@@ -1,7 +1,6 @@
 """Every code has a message, and every call gives exactly the values that the message takes."""
 
 import ast
-import functools
 import math
 import re
 from collections.abc import Iterator
@@ -16,15 +15,7 @@ from abrun.messages import MESSAGES, sentence
 from abrun.messages.codes import Code, Reason
 from abrun.messages.message import render, value_names
 from abrun.messages.records import stored_reason
-
-ROOT = Path(__file__).parents[1]
-
-
-@functools.cache
-def trees() -> dict[str, ast.Module]:
-    """The package's modules by their place."""
-    paths = sorted((ROOT / "abrun").rglob("*.py"))
-    return {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in paths}
+from tests.source import sources, trees
 
 
 def calls() -> Iterator[tuple[str, Code, ast.Call]]:
@@ -38,12 +29,7 @@ def calls() -> Iterator[tuple[str, Code, ast.Call]]:
 
 def test_every_code_has_a_message_and_is_used() -> None:
     assert set(MESSAGES) == set(Code)
-    package = ROOT / "abrun"
-    text = "".join(
-        path.read_text()
-        for path in package.rglob("*.py")
-        if "messages" not in path.relative_to(package).parts
-    )
+    text = "".join(text for place, text in sources().items() if "messages" not in place.split("/"))
     unused = [code for code in Code if f"Code.{code.name}" not in text]
     assert unused == [Code.FOREIGN_TEXT]  # of `in_words`, and of codes that this version lacks
 

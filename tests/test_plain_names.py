@@ -7,9 +7,9 @@ begins with "What" or "Whether" has no subject. Both are right now and then, so 
 import ast
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
-PACKAGE = Path(__file__).parents[1] / "abrun"
+from tests.source import trees
+
 POINTING = re.compile(
     r"_?(said|told|asked|found|of_\w+|each|ones?|wanted|given|known|before|besides?|more|most|least|here|there|own"
     r"|whole|others?|left|kept|whose|together|apart|again|many|few|first|last|every\w*|parts?|pieces?|alike|seen"
@@ -64,9 +64,8 @@ def share(words: Iterator[tuple[str, str]], is_bad) -> tuple[float, list[str]]:
 
 def placed(read) -> Iterator[tuple[str, str]]:
     """Yield what `read` yields for each module of the package, with its place."""
-    for path in sorted(PACKAGE.rglob("*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        yield from ((word, f"{path.relative_to(PACKAGE.parent)}:{line}") for word, line in read(tree))
+    for place, tree in trees().items():
+        yield from ((word, f"{place}:{line}") for word, line in read(tree))
 
 
 def test_names_say_what_things_are():

@@ -75,7 +75,8 @@ def judge_one_by_one(
     [
         pytest.param([1.5], [3, 6, 12], 1, marks=pytest.mark.slow),
         (["1.5 sigma"], [4, 8, 12], 1),
-        ([1.5, 2.0], [3, 5, 8], 2),
+        pytest.param([1.5, 2.0], [3, 5, 8], 2, marks=pytest.mark.slow),
+        ([1.5, 2.0], [3, 5], 2),
         ([0.8], [2, 4], 1),
     ],
 )
