@@ -244,7 +244,7 @@ def _render_power(compare: Compare, num_pairs: int) -> RenderableType:
         spread = assumed_spread(claim, compare.reference is not None, paired=compare.paired)
         chances = plan_claim_power(claim, compare, spread, level)
         if claim.difference_kind is None:
-            power = "a limit: no power" if claim.limit else "exact: no power"
+            power = "exact: no power" if claim.exact else "a limit: no power"
             rows.append((claim.metric, claim.window, describe_claim(claim), "", "", power, ""))
             continue
         if chances is None:
