@@ -106,8 +106,8 @@ Claims = Annotated[
         metavar="METRIC:WINDOW:MARGIN",
         help="Claim to use instead of the declared ones, such as 'train/reward:last 20%:0.05' (the arms "
         "differ by less than this); repeatable. Instead of 0.05 also 'not_worse 0.05', 'better 0.05', "
-        "'>0.65' (level), '<0.6x' (ratio), 'sd <1.5x' (of spreads) or exact; ', lower is better' or "
-        "', higher is better' may follow. Of runs that diverge: 'rate of divergence:<5%'.",
+        "'>0.65' (level), '<0.6x' (ratio), 'sd <1.5x' (spread) or exact; ', lower is better' or ', higher "
+        "is better' may follow. A share of runs: 'rate of divergence:<5%'.",
     ),
 ]
 Alpha = Annotated[

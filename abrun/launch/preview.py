@@ -250,7 +250,7 @@ def _render_power(compare: Compare, num_pairs: int) -> RenderableType:
         )
         chances = plan_claim_power(claim, compare, spread, level)
         if claim.difference_kind is None:
-            power = "a limit: no power" if claim.limit else "exact: no power"
+            power = "exact: no power" if claim.exact else "a limit: no power"
             rows.append((claim.metric, claim.window, describe_claim(claim), "", "", power, ""))
             continue
         if chances is None:

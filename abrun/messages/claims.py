@@ -253,18 +253,19 @@ def _power_now(power: Mapping[str, Any]) -> str:
 
 def _margins_after_looking(margins: Sequence[Mapping[str, Any]], min_pairs: int) -> str:
     """Name the margins that bound the true difference although they are chosen after the data."""
-    texts = []
+    texts, has_several_arms = [], len({margin["arm"] for margin in margins}) > 1
     for margin in margins[:MAX_MARGINS]:
         sign, worse = ("±", "") if margin["kind"] == "within" else ("at most ", " worse")
         unit = difference_unit(margin["transform"]) + worse
         once, anytime = (f"{sign}{bound_text(margin[name])}{unit}" for name in ("once", "anytime"))
-        again = f"{anytime} read at any number of pairs"
+        repeated = f"{anytime} read at any number of pairs"
         if math.isinf(margin["anytime"]):
-            again = f"none if read again (that needs {min_pairs} pairs that vary)"
-        arm = f"{margin['arm']}: " * (len({other["arm"] for other in margins}) > 1)
-        texts.append(f"{arm}{margin['metric']} {once} read once, {again}")
-    more = f"; and {len(margins) - MAX_MARGINS} more" if len(margins) > MAX_MARGINS else ""
-    return f"valid at 95 % though chosen now: {'; '.join(texts)}{more}"
+            repeated = f"none if read again (that needs {min_pairs} pairs that vary)"
+        arm = f"{margin['arm']}: " * has_several_arms
+        texts.append(f"{arm}{margin['metric']} {once} read once, {repeated}")
+    if len(margins) > MAX_MARGINS:
+        texts.append(f"and {len(margins) - MAX_MARGINS} more")
+    return f"valid at 95 % though chosen now: {'; '.join(texts)}"
 
 
 # --- limits ---

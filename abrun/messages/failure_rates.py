@@ -21,10 +21,10 @@ def _divergence_rate(
     if result == "different":
         ends += f"; p = {p_beyond:.2g} if the claim held, Holm-corrected"
         return f"rate of divergence: not {margin}: {counts}, {ends}"
-    more = f"{needed} runs in all would show it if no other diverges"
+    advice = f"{needed} runs in all would show it if no other diverges"
     if needed is None:
-        more = "more runs narrow the interval"
-    return f"rate of divergence: undecided whether {margin}: {counts}, {ends}; {more}"
+        advice = "more runs narrow the interval"
+    return f"rate of divergence: undecided whether {margin}: {counts}, {ends}; {advice}"
 
 
 MESSAGES: dict[Code, Message] = {Code.DIVERGENCE_RATE: _divergence_rate}

@@ -184,7 +184,8 @@ class Claim(Section):
             raise FieldError("got improvement without better; drop it")
 
     def _is_share_of_runs(self) -> bool:
-        share = next((one for one in (self.below, self.not_worse, self.better) if one is not None), None)
+        bounds = self.below, self.not_worse, self.better
+        share = next((bound for bound in bounds if bound is not None), None)
         return isinstance(share, float | int) and (0 < share < 1 or (share == 0 and self.better is not None))
 
     def _declared_fields(self) -> list[ClaimField]:
@@ -227,7 +228,7 @@ class Claim(Section):
         """Return which direction is an improvement, as declared or by the metric's name; None if unknown."""
         if self.higher_is_better is not None:
             return "higher" if self.higher_is_better else "lower"
-        return better_direction(self.metric)
+        return "lower" if self.metric == DIVERGENCE_RATE else better_direction(self.metric)
 
     @property
     def limit(self) -> tuple[float, bool] | None:

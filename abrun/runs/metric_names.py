@@ -402,7 +402,7 @@ def better_direction(name: str) -> Better | None:
     higher; losses, error rates, seconds and bytes if lower.
     """
     definition = find_metric(name)
-    if definition or name in (MEMORY_PEAK, DIVERGENCE_RATE):
+    if definition or name == MEMORY_PEAK:
         return definition.better if definition else "lower"
     if learning_direction := learning_sign(name, policy_gradient=False):
         return "higher" if learning_direction > 0 else "lower"

@@ -134,8 +134,8 @@ def spread_rates(law: Callable[..., Array], rho: float) -> list[list[object]]:
 
 def main() -> None:
     sample = np.random.default_rng(0).standard_normal((2, 7))
-    tested = spread_test(sample[0], sample[1], 1.5, 0.05)
-    assert np.isclose(spread_p(sample[:1], sample[1:], 1.5)[0], tested.p_below)
+    expected = spread_test(sample[0], sample[1], 1.5, 0.05).p_below
+    assert np.isclose(spread_p(sample[:1], sample[1:], 1.5)[0], expected)
     for num, t in ((4, 2.0), (9, -1.0), (30, 3.0)):
         assert np.isclose(np.exp(evidence(num, np.array([t])))[0], anytime_evidence(num, t))
     rows, columns = [], []
