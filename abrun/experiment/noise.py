@@ -56,17 +56,21 @@ def declare_noise(recipe: Declaration, experiment_dir: Path) -> Declaration:
 def _fit_priors(recipe: ExperimentDeclaration, experiment_dir: Path) -> list[NoisePrior]:
     """Return a prior for each claim on a difference, by a margin that is a number, with a history."""
     path = noise_file(recipe.compare, experiment_dir.parent)
-    records = [one for one in (read_noise(path) if path else ()) if one.experiment != experiment_dir.name]
+    records = [
+        record for record in (read_noise(path) if path else ()) if record.experiment != experiment_dir.name
+    ]
     if not records:
         return []
     decided, baseline = recipe.with_auto_values(), hash_baseline(recipe)
     treatments = [decided.run_config(arm) for arm in recipe.arms if arm != recipe.baseline]
     recorded = all(recorded_source(config) is not None for config in treatments)
-    claims = [one for one in recipe.compare.claims if one.difference_kind and one.margin_in[1] == ""]
+    claims = [claim for claim in recipe.compare.claims if claim.difference_kind and claim.margin_in[1] == ""]
     priors: dict[tuple[Any, ...], NoisePrior | None] = {}
     for claim in claims:
         scale = (claim.metric, claim.window, claim.transform or default_transform(claim.metric), recorded)
-        priors[scale] = _fit_prior([one for one in records if (one.recipe, one.scale) == (baseline, scale)])
+        priors[scale] = _fit_prior(
+            [record for record in records if (record.recipe, record.scale) == (baseline, scale)]
+        )
     return [prior for prior in priors.values() if prior]
 
 

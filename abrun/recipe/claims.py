@@ -413,8 +413,8 @@ def find_prior(
 ) -> NoisePrior | None:
     """Return the noise of a claim's metric, window and scale; `recorded`: of pairs on recorded rollouts."""
     scale = claim.metric, claim.window, claim.transform or default_transform(claim.metric)
-    alike = (prior for prior in priors if (prior.metric, prior.window, prior.transform) == scale)
-    return next((prior for prior in alike if recorded in (None, prior.recorded)), None)
+    candidates = (prior for prior in priors if (prior.metric, prior.window, prior.transform) == scale)
+    return next((prior for prior in candidates if recorded in (None, prior.recorded)), None)
 
 
 def is_one_sided(kind: ClaimKind, metric: str) -> bool:

@@ -164,7 +164,7 @@ class PowerPlan:
                 f"All {len(powers)} claims must pass: at least {power} with {self.num_pairs} {self._unit}."
             )
             lines.append(Text(all_pass))
-        lines += [part for plan in self.claims for part in self._render_windows(plan)]
+        lines += [table for plan in self.claims for table in self._render_windows(plan)]
         if self.compare.interim:
             lines.append(Text(self._interim_line()))
         if self.designs:
@@ -309,8 +309,10 @@ class PowerPlan:
     def _spread(self, claim: Claim) -> Spread | None:
         if self.earlier is not None:
             measured = measure_spread(self.earlier, claim, paired=self.compare.paired)
-            known = assumed_spread(claim, False, paired=self.compare.paired, priors=self.compare.noise_priors)
-            return measured and replace(measured, prior=known and known.prior)
+            assumed = assumed_spread(
+                claim, False, paired=self.compare.paired, priors=self.compare.noise_priors
+            )
+            return measured and replace(measured, prior=assumed and assumed.prior)
         overrides = {"sigma": self.sigma, "correlation": self.correlation}
         claim = claim.model_copy(update={key: value for key, value in overrides.items() if value is not None})
         priors, has_reference = self.compare.noise_priors, self.compare.reference is not None

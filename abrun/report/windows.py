@@ -69,5 +69,5 @@ def _is_flat(runs: Sequence[RecordedRun], claim: Claim, window: str, margin: flo
     transform = claim.transform or default_transform(claim.metric)
     if inside.shape[-1] < 2 or find_outside_domain(inside, transform):
         return False
-    first, second = np.array_split(transform_values(inside, transform, claim.metric).mean(axis=0), 2)
-    return bool(abs(second.mean() - first.mean()) < margin)
+    halves = np.array_split(transform_values(inside, transform, claim.metric).mean(axis=0), 2)
+    return bool(abs(halves[1].mean() - halves[0].mean()) < margin)

@@ -47,8 +47,8 @@ def read_noise(path: Path) -> list[NoiseRecord]:
 
 def add_noise(path: Path, records: Iterable[NoiseRecord]) -> None:
     """Append the records that the file does not have yet. Raises StoreError."""
-    known = read_noise(path)
-    if new_records := [record for record in records if record not in known]:
+    stored = read_noise(path)
+    if new_records := [record for record in records if record not in stored]:
         writer = LineWriter(path, PUBLIC_MODE)
         for record in new_records:
             writer.write(asdict(record))
