@@ -17,7 +17,7 @@ from abrun.recipe.reading import dotted
 from abrun.recipe.run import can_change_numbers, recorded_source
 from abrun.runs.experiment import is_experiment, open_experiment
 from abrun.runs.metric_names import default_transform
-from abrun.runs.noise import NOISE, NoiseRecord, read_noise
+from abrun.runs.noise import NOISE, NoiseRecord, Scale, read_noise
 
 Declaration = TypeVar("Declaration", bound=ExperimentDeclaration)
 
@@ -32,9 +32,10 @@ def noise_file(compare: Compare, runs_dir: Path) -> Path | None:
 def hash_baseline(recipe: ExperimentDeclaration) -> str:
     """Return a hash of the baseline's settings that change numbers, without defaults and `auto` values."""
     config = recipe.with_auto_values().run_config(recipe.baseline)
-    settings = dotted(config.model_dump(mode="json", exclude_defaults=True))
-    names = [key for key in settings if can_change_numbers(key) and key not in AUTO_SETTINGS]
-    return _hash({name: settings[name] for name in names})
+    settings = dotted(config.model_dump(mode="json", exclude_defaults=True)).items()
+    return _hash(
+        {key: value for key, value in settings if can_change_numbers(key) and key not in AUTO_SETTINGS}
+    )
 
 
 def declare_noise(recipe: Declaration, experiment_dir: Path) -> Declaration:
@@ -65,30 +66,24 @@ def _fit_priors(recipe: ExperimentDeclaration, experiment_dir: Path) -> list[Noi
     treatments = [decided.run_config(arm) for arm in recipe.arms if arm != recipe.baseline]
     recorded = all(recorded_source(config) is not None for config in treatments)
     claims = [claim for claim in recipe.compare.claims if claim.difference_kind and claim.margin_in[1] == ""]
-    priors: dict[tuple[Any, ...], NoisePrior | None] = {}
+    priors: dict[Scale, NoisePrior | None] = {}
     for claim in claims:
         scale = (claim.metric, claim.window, claim.transform or default_transform(claim.metric), recorded)
-        priors[scale] = _fit_prior(
-            [record for record in records if (record.recipe, record.scale) == (baseline, scale)]
-        )
+        history = [record for record in records if (record.recipe, record.scale) == (baseline, scale)]
+        priors[scale] = _fit_prior(scale, history)
     return [prior for prior in priors.values() if prior]
 
 
-def _fit_prior(records: list[NoiseRecord]) -> NoisePrior | None:
+def _fit_prior(scale: Scale, records: list[NoiseRecord]) -> NoisePrior | None:
     from abrun.stats.many_tests import predict_variance  # scipy
 
     prior = predict_variance([record.sd**2 for record in records], [record.dof for record in records])
-    metric, window, transform, recorded = records[0].scale if records else ("", "", "identity", False)
-    return prior and NoisePrior(
-        metric=metric,
-        window=window,
-        transform=transform,
-        recorded=recorded,
-        sd=math.sqrt(prior.variance),
-        dof=prior.dof,
-        experiments=sum(record.sd**2 > 0 for record in records),
-        sha256=_hash([asdict(record) for record in records]),
-    )
+    if prior is None or not prior.variance:  # no record, or so unlike ones that it underflows
+        return None
+    values = dict(zip(("metric", "window", "transform", "recorded"), scale, strict=True))
+    values |= {"experiments": sum(record.sd**2 > 0 for record in records)}
+    values |= {"sha256": _hash([asdict(record) for record in records])}
+    return NoisePrior.model_validate({**values, "sd": math.sqrt(prior.variance), "dof": prior.dof})
 
 
 def _hash(content: Any) -> str:
