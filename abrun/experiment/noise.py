@@ -11,13 +11,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
-from abrun.recipe.claims import Claim, Compare, NoisePrior
+from abrun.recipe.claims import Compare, NoisePrior
 from abrun.recipe.experiment import AUTO_SETTINGS, ExperimentDeclaration
 from abrun.recipe.reading import dotted
 from abrun.recipe.run import can_change_numbers, recorded_source
 from abrun.runs.experiment import is_experiment, open_experiment
 from abrun.runs.metric_names import default_transform
-from abrun.runs.noise import NOISE, NoiseRecord, read_noise
+from abrun.runs.noise import NOISE, NoiseRecord, Scale, read_noise
 
 Declaration = TypeVar("Declaration", bound=ExperimentDeclaration)
 
@@ -32,9 +32,10 @@ def noise_file(compare: Compare, runs_dir: Path) -> Path | None:
 def hash_baseline(recipe: ExperimentDeclaration) -> str:
     """Return a hash of the baseline's settings that change numbers, without defaults and `auto` values."""
     config = recipe.with_auto_values().run_config(recipe.baseline)
-    settings = dotted(config.model_dump(mode="json", exclude_defaults=True))
-    names = [key for key in settings if can_change_numbers(key) and key not in AUTO_SETTINGS]
-    return _hash({name: settings[name] for name in names})
+    settings = dotted(config.model_dump(mode="json", exclude_defaults=True)).items()
+    return _hash(
+        {key: value for key, value in settings if can_change_numbers(key) and key not in AUTO_SETTINGS}
+    )
 
 
 def declare_noise(recipe: Declaration, experiment_dir: Path) -> Declaration:
@@ -42,73 +43,47 @@ def declare_noise(recipe: Declaration, experiment_dir: Path) -> Declaration:
 
     Raises StoreError for a damaged history.
     """
-    compare = recipe.compare
-    changes: dict[str, Any] = {}
+    compare, changes = recipe.compare, dict[str, Any]()
     if is_experiment(experiment_dir):
         stored = open_experiment(experiment_dir).get("recipe", {}).get("compare") or {}
-        priors = stored.get("noise_priors") or []
-        changes["noise_priors"] = [NoisePrior.model_validate(prior) for prior in priors]
-        changes["alpha_spending"] = compare.alpha_spending or stored.get("alpha_spending")
-    elif not compare.noise_priors:
-        changes["noise_priors"] = _fit_priors(recipe, experiment_dir)
+        priors = [NoisePrior.model_validate(prior) for prior in stored.get("noise_priors") or []]
+        spending = compare.alpha_spending or stored.get("alpha_spending")
+        changes = {"noise_priors": priors, "alpha_spending": spending}
+    elif not compare.noise_priors and compare.paired and not compare.reference and len(recipe.arms) > 1:
+        changes = {"noise_priors": _fit_priors(recipe, experiment_dir)}
     return recipe.model_copy(update={"compare": compare.model_copy(update=changes)})
 
 
 def _fit_priors(recipe: ExperimentDeclaration, experiment_dir: Path) -> list[NoisePrior]:
-    """Return a prior for each claim on paired differences that has a history. Raises StoreError."""
-    compare = recipe.compare
-    path = noise_file(compare, experiment_dir.parent)
-    if path is None or not compare.paired or compare.reference or len(recipe.arms) < 2:
+    """Return a prior for each claim on a difference, by a margin that is a number, with a history."""
+    path = noise_file(recipe.compare, experiment_dir.parent)
+    records = [
+        record for record in (read_noise(path) if path else ()) if record.experiment != experiment_dir.name
+    ]
+    if not records:
         return []
-    decided = recipe.with_auto_values()
+    decided, baseline = recipe.with_auto_values(), hash_baseline(recipe)
     treatments = [decided.run_config(arm) for arm in recipe.arms if arm != recipe.baseline]
     recorded = all(recorded_source(config) is not None for config in treatments)
-    baseline = hash_baseline(recipe)
-    records = [
-        record
-        for record in read_noise(path)
-        if record.recipe == baseline
-        and record.recorded == recorded
-        and record.experiment != experiment_dir.name
-    ]
-    scales = {
-        (claim.metric, claim.window, scale_of(claim)): None for claim in compare.claims if is_moderated(claim)
-    }
-    priors = (
-        _fit_prior(
-            [record for record in records if (record.metric, record.window, record.transform) == scale]
-        )
-        for scale in scales
-    )
-    return [prior for prior in priors if prior]
+    claims = [claim for claim in recipe.compare.claims if claim.difference_kind and claim.margin_in[1] == ""]
+    priors: dict[Scale, NoisePrior | None] = {}
+    for claim in claims:
+        scale = (claim.metric, claim.window, claim.transform or default_transform(claim.metric), recorded)
+        history = [record for record in records if (record.recipe, record.scale) == (baseline, scale)]
+        priors[scale] = _fit_prior(scale, history)
+    return [prior for prior in priors.values() if prior]
 
 
-def is_moderated(claim: Claim) -> bool:
-    """Return whether the test of a claim can use a history: a difference, by a margin that is a number."""
-    return claim.difference_kind is not None and claim.margin_in[1] == ""
-
-
-def scale_of(claim: Claim) -> Any:
-    return claim.transform or default_transform(claim.metric)
-
-
-def _fit_prior(records: list[NoiseRecord]) -> NoisePrior | None:
-    if not records:
-        return None
+def _fit_prior(scale: Scale, records: list[NoiseRecord]) -> NoisePrior | None:
     from abrun.stats.many_tests import predict_variance  # scipy
 
     prior = predict_variance([record.sd**2 for record in records], [record.dof for record in records])
-    first = records[0]
-    return prior and NoisePrior(
-        metric=first.metric,
-        window=first.window,
-        transform=first.transform,
-        recorded=first.recorded,
-        sd=math.sqrt(prior.variance),
-        dof=prior.dof,
-        experiments=sum(record.sd**2 > 0 for record in records),
-        sha256=_hash([asdict(record) for record in records]),
-    )
+    if prior is None or not prior.variance:  # no record, or so unlike ones that it underflows
+        return None
+    values = dict(zip(("metric", "window", "transform", "recorded"), scale, strict=True))
+    values |= {"experiments": sum(record.sd**2 > 0 for record in records)}
+    values |= {"sha256": _hash([asdict(record) for record in records])}
+    return NoisePrior.model_validate({**values, "sd": math.sqrt(prior.variance), "dof": prior.dof})
 
 
 def _hash(content: Any) -> str:

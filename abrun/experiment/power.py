@@ -89,11 +89,11 @@ def assumed_spread(
 
     None if the margin is absolute and neither is known.
     """
-    known = find_prior(priors, claim) if paired else None
-    prior = known and VariancePrior(known.sd**2, known.dof)
-    if known and claim.sigma is None:
-        source = f"noise of {counted(known.experiments, 'earlier experiment')}"
-        return Spread(sigma=None, correlation=0.0, sd_difference=known.sd, source=source, prior=prior)
+    noise = find_prior(priors, claim) if paired else None
+    prior = noise and VariancePrior(noise.sd**2, noise.dof)
+    if noise and claim.sigma is None:
+        source = f"noise of {counted(noise.experiments, 'earlier experiment')}"
+        return Spread(sigma=None, correlation=0.0, sd_difference=noise.sd, source=source, prior=prior)
     if not paired:
         claim = claim.model_copy(update={"correlation": 0.0})
     if claim.sigma_margin is not None and has_reference:  # everything in units of the reference's sigma

@@ -322,10 +322,7 @@ def is_interim_schedule(counts: Sequence[int]) -> bool:
 
 
 class NoisePrior(Section):
-    """Noise of paired differences in earlier experiments: a launch fits it to their history and records it.
-
-    It is that of one metric over one window and scale. The sd counts as so many degrees of freedom.
-    """
+    """Noise of paired differences in earlier experiments, which a launch fits to their history."""
 
     metric: str
     window: str
@@ -352,11 +349,10 @@ class Compare(Section):
     alpha: Annotated[float, Field(gt=0, le=0.2)] = 0.05
     # all: every claim must hold, each tested at alpha; any: one suffices, with Holm's correction
     require: Literal["all", "any"] = "all"
-    # equal: the same alpha for each interim analysis; rising: in proportion to its pairs; obrien_fleming:
-    # almost all of it for the last ones. None: equal if the first is at 2 or 3 pairs, else obrien_fleming
+    # Of interim analyses; rising: in proportion to the pairs; obrien_fleming: most for the last. None: equal
+    # if the first is at 2 or 3 pairs, else obrien_fleming
     alpha_spending: Spending | None = None
-    # History of the spread over seeds: auto (noise.jsonl of the experiments' folder), none, or a file. A
-    # launch reads it into noise_priors, and each report of an experiment adds to it
+    # History of the noise over seeds: auto (noise.jsonl beside the experiments), none, or a file
     noise: Annotated[str, Field(min_length=1), AfterValidator(check_path)] = "auto"
     noise_priors: list[NoisePrior] = Field(default=[], max_length=1000)
     # File of abrun reference save; path relative to the working directory or the recipe's folder
@@ -449,8 +445,8 @@ def find_prior(
 ) -> NoisePrior | None:
     """Return the noise of a claim's metric, window and scale; `recorded`: of pairs on recorded rollouts."""
     scale = claim.metric, claim.window, claim.transform or default_transform(claim.metric)
-    alike = (prior for prior in priors if (prior.metric, prior.window, prior.transform) == scale)
-    return next((prior for prior in alike if recorded in (None, prior.recorded)), None)
+    candidates = (prior for prior in priors if (prior.metric, prior.window, prior.transform) == scale)
+    return next((prior for prior in candidates if recorded in (None, prior.recorded)), None)
 
 
 def is_one_sided(kind: ClaimKind, metric: str) -> bool:

@@ -136,7 +136,10 @@ def read_launched_recipe(experiment_dir: Path) -> dict[str, Any]:
     path = experiment_dir / EXPERIMENT
     try:
         recipe = json.loads(read_regular(path, MAX_FILE_BYTES))["recipe"]
-        return {**drop_removed(migrate(recipe)), "name": Path(os.path.realpath(experiment_dir)).name}
+        recipe = drop_removed(migrate(recipe))
+        if isinstance(recipe.get("compare"), dict):
+            recipe["compare"].pop("noise_priors", None)  # another launch has a longer history
+        return {**recipe, "name": Path(os.path.realpath(experiment_dir)).name}
     except FileNotFoundError:
         raise RecipeError(
             f"{experiment_dir}: cannot be read as a recipe: the folder has no {EXPERIMENT}; give a recipe "

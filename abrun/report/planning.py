@@ -25,7 +25,7 @@ from abrun.recipe.claims import Claim, Compare, describe_claim
 from abrun.recipe.experiment import ExperimentDeclaration
 from abrun.recipe.reading import dotted
 from abrun.report.present.tables import Table, columns
-from abrun.report.windows import PricedWindow, pair_hours, price_windows
+from abrun.report.windows import PricedWindow, measure_pair_hours, price_windows
 from abrun.runs.metric_names import DIVERGENCE_RATE
 from abrun.runs.redaction import display_safe_tree, shortened
 from abrun.stats.power import pairs_needed, power_at, sd_of_difference
@@ -166,7 +166,7 @@ class PowerPlan:
                 f"All {len(powers)} claims must pass: at least {power} with {self.num_pairs} {self._unit}."
             )
             lines.append(Text(all_pass))
-        lines += [part for plan in self.claims for part in self._render_windows(plan)]
+        lines += [table for plan in self.claims for table in self._render_windows(plan)]
         if self.compare.interim:
             lines.append(Text(self._interim_line()))
         if self.designs:
@@ -261,38 +261,35 @@ class PowerPlan:
         """Return what the claim would need over other windows of the earlier runs, the cheapest first."""
         if self.earlier is None or plan.power is None or plan.claim.margin_in[1] != "":
             return []
-        margin = plan.claim.margin_in[0] or plan.claim.improvement or 0.0
-        one_pair = self.hours * (1 + self.num_treatments) if self.hours else pair_hours(self.earlier)
 
         def price(claim: Claim) -> tuple[Spread | None, ClaimPower | None]:
             spread = self._spread(claim)
             return spread, plan_claim_power(claim, self.compare, spread, self._levels[-1])
 
-        return price_windows(self.earlier, plan.claim, price, margin, one_pair)
+        margin = plan.claim.margin_in[0] or plan.claim.improvement or 0.0
+        hours = self.hours and self.hours * (1 + self.num_treatments)
+        return price_windows(
+            self.earlier, plan.claim, price, margin, hours or measure_pair_hours(self.earlier)
+        )
 
     def _render_windows(self, plan: PlannedClaim) -> Iterator[RenderableType]:
         """Yield a table of windows, and the cheapest over which the baseline's curve is flat."""
-        windows = self.windows(plan)
-        if len(windows) < 2:
-            return
-        numbers = ("sd of a difference", "80 % power at", "GPU hours")
         rows = [
             (
-                window.window,
-                "yes" if window.is_flat else "no, it still learns",
-                f"{window.sd_difference:.3g}",
-                f"{pairs_or_more_text(window.pairs_needed)} {self._unit}",
-                "unknown" if window.hours is None else f"{window.hours:.2g}",
+                priced.window,
+                "yes" if priced.is_flat else "no, it still learns",
+                f"{priced.sd_difference:.3g}",
+                f"{pairs_or_more_text(priced.pairs_needed)} {self._unit}",
+                "unknown" if priced.hours is None else f"{priced.hours:.2g}",
             )
-            for window in windows
+            for priced in self.windows(plan)
         ]
-        yield Text(f"\n{plan.claim.metric}: what other windows would need", style="bold")
-        yield Table(columns("window", "flat", *numbers, numeric=numbers), rows)
-        cheapest = windows[0]
-        if cheapest.is_flat and cheapest.pairs_needed:
-            is_own = cheapest.window == plan.claim.window
-            kept = "which the claim has" if is_own else f"declare window: {cheapest.window}"
-            yield Text(f"Cheapest that decides: {cheapest.window}, {kept}")
+        if len(rows) > 1:
+            numbers = ("sd of a difference", "80 % power at", "GPU hours")
+            yield Text(f"\n{plan.claim.metric}: what other windows would need", style="bold")
+            yield Table(columns("window", "flat", *numbers, numeric=numbers), rows)
+            if rows[0][1] == "yes" and self.windows(plan)[0].pairs_needed:
+                yield Text(f"Cheapest that decides: window: {rows[0][0]}")
 
     def _render_designs(self, designs: Designs) -> list[RenderableType]:
         """Return the expected cost of both designs, and which one is cheaper."""
@@ -318,8 +315,10 @@ class PowerPlan:
     def _spread(self, claim: Claim) -> Spread | None:
         if self.earlier is not None:
             measured = measure_spread(self.earlier, claim, paired=self.compare.paired)
-            known = assumed_spread(claim, False, paired=self.compare.paired, priors=self.compare.noise_priors)
-            return measured and replace(measured, prior=known and known.prior)
+            assumed = assumed_spread(
+                claim, False, paired=self.compare.paired, priors=self.compare.noise_priors
+            )
+            return measured and replace(measured, prior=assumed and assumed.prior)
         overrides = {"sigma": self.sigma, "correlation": self.correlation}
         claim = claim.model_copy(update={key: value for key, value in overrides.items() if value is not None})
         priors, has_reference = self.compare.noise_priors, self.compare.reference is not None

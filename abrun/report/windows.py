@@ -1,5 +1,6 @@
 """Prices of a claim's window: the pairs and GPU hours that measured runs predict for several windows."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from abrun.stats.series import in_window, window_bounds
 from abrun.verdict.summaries import find_outside_domain, transform_values
 
 WINDOWS = ("last 20%", "last 50%")
-MAX_PERCENT = 90
+Plan = Callable[[Claim], tuple[Spread | None, ClaimPower | None]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,56 +29,38 @@ class PricedWindow:
 
 
 def price_windows(
-    earlier: RecordedExperiment,
-    claim: Claim,
-    plan: Callable[[Claim], tuple[Spread | None, ClaimPower | None]],
-    margin: float,
-    hours: float | None,
+    earlier: RecordedExperiment, claim: Claim, plan: Plan, margin: float, pair_hours: float
 ) -> list[PricedWindow]:
     """Return the claim's window, the last 20 % and 50 %, and the longest that is flat, the cheapest first.
 
-    `plan` gives spread and power of a claim, `margin` is that of the claim in units of its metric, `hours`
-    those of one pair with all arms. A longer window averages more steps; while the baseline still learns, it
-    compares how fast arms learn, and is no substitute.
+    `margin` is in units of the metric. A longer window averages more steps, but where the baseline still
+    learns it compares how fast arms learn, and is no substitute.
     """
     runs = [run for run in earlier.arm(earlier.baseline).values() if run.finished]
-    longer = (f"last {percent}%" for percent in range(MAX_PERCENT, 50, -10))
+    longer = (f"last {percent}%" for percent in range(90, 50, -10))
     longest = next((window for window in longer if _is_flat(runs, claim, window, margin)), claim.window)
     priced = []
     for window in dict.fromkeys([claim.window, *WINDOWS, longest]):
         spread, power = plan(claim.model_copy(update={"window": window}))
-        if spread is None or power is None:
-            continue
-        needed = power.pairs_needed
-        priced.append(
-            PricedWindow(
-                window=window,
-                sd_difference=spread.sd_difference,
-                is_flat=_is_flat(runs, claim, window, margin),
-                pairs_needed=needed,
-                hours=None if hours is None or needed is None else needed * hours,
-            )
-        )
-    return sorted(priced, key=lambda row: (not row.is_flat, row.pairs_needed or np.inf, row.sd_difference))
+        if spread and power:
+            needed, is_flat = power.pairs_needed, _is_flat(runs, claim, window, margin)
+            hours = needed * pair_hours if needed and math.isfinite(pair_hours) else None
+            values = {"sd_difference": spread.sd_difference, "pairs_needed": needed, "hours": hours}
+            priced.append(PricedWindow(window=window, is_flat=is_flat, **values))
+    return sorted(priced, key=lambda row: (not row.is_flat, row.pairs_needed or math.inf, row.sd_difference))
 
 
-def pair_hours(experiment: RecordedExperiment) -> float | None:
-    """Return the GPU hours of a run of each arm (machine hours without GPUs), from the recorded durations."""
-    means = []
-    for arm in experiment.arms:
-        runs = [run for run in experiment.arm(arm).values() if run.finished]
-        hours = [_device_hours(run) for run in runs if run.span_s is not None]
-        if not hours:
-            return None
-        means.append(np.mean(hours))
-    return float(np.sum(means))
+def measure_pair_hours(experiment: RecordedExperiment) -> float:
+    """Return the GPU hours of a run of each arm (machine hours without GPUs); NaN if not recorded."""
+    runs = [[run for run in experiment.arm(arm).values() if run.finished] for arm in experiment.arms]
+    return sum(float(np.mean([*map(_device_hours, arm_runs)])) if arm_runs else math.nan for arm_runs in runs)
 
 
 def _device_hours(run: RecordedRun) -> float:
-    assert run.span_s is not None
+    start, end = run.span_s or (math.nan, math.nan)
     config = run.config or {}
     devices = config.get("cluster.nodes", 1) * (config.get("cluster.gpus_per_node") or 1)
-    return (run.span_s[1] - run.span_s[0]) / 3600 * devices / run.runs_per_gpu
+    return (end - start) / 3600 * devices / run.runs_per_gpu
 
 
 def _is_flat(runs: Sequence[RecordedRun], claim: Claim, window: str, margin: float) -> bool:
@@ -86,6 +69,5 @@ def _is_flat(runs: Sequence[RecordedRun], claim: Claim, window: str, margin: flo
     transform = claim.transform or default_transform(claim.metric)
     if inside.shape[-1] < 2 or find_outside_domain(inside, transform):
         return False
-    curve = transform_values(inside, transform, claim.metric).mean(axis=0)
-    halves = np.array_split(curve, 2)
+    halves = np.array_split(transform_values(inside, transform, claim.metric).mean(axis=0), 2)
     return bool(abs(halves[1].mean() - halves[0].mean()) < margin)

@@ -17,7 +17,7 @@ from abrun.runs.metric_names import Transform
 from abrun.runs.schemas import Flag, checked
 
 NOISE = "noise.jsonl"  # in the folder of experiments
-Size = Annotated[float, Field(strict=True, ge=0, le=1e100, allow_inf_nan=False)]
+Scale = tuple[str, str, Transform, bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,26 +30,25 @@ class NoiseRecord:
     window: str
     transform: Transform
     recorded: Flag  # pairs on recorded rollouts
-    sd: Size
+    sd: Annotated[float, Field(strict=True, ge=0, le=1e100, allow_inf_nan=False)]
     dof: Annotated[float, Field(strict=True, gt=0, le=1e6, allow_inf_nan=False)]
 
     @property
-    def key(self) -> tuple[object, ...]:
-        """Identity of a record; a later line with the same key replaces it."""
-        return self.experiment, self.recipe, self.metric, self.window, self.transform, self.recorded
+    def scale(self) -> Scale:
+        return self.metric, self.window, self.transform, self.recorded
 
 
 def read_noise(path: Path) -> list[NoiseRecord]:
-    """Return the last record of each key; none without a file. Raises StoreError for a damaged file."""
+    """Return an experiment's last record of each scale; none without a file. Raises StoreError."""
     rows = read_json_lines(path)
     records = (checked(NoiseRecord, row, Path(f"{path}, record {n}")) for n, row in enumerate(rows, 1))
-    return list({record.key: record for record in records}.values())
+    return list({(record.experiment, record.recipe, record.scale): record for record in records}.values())
 
 
 def add_noise(path: Path, records: Iterable[NoiseRecord]) -> None:
     """Append the records that the file does not have yet. Raises StoreError."""
-    new_records = [record for record in records if record not in read_noise(path)]
-    if new_records:
+    stored = read_noise(path)
+    if new_records := [record for record in records if record not in stored]:
         writer = LineWriter(path, PUBLIC_MODE)
         for record in new_records:
             writer.write(asdict(record))

@@ -104,11 +104,11 @@ class VariancePrior:
         Unlike: noisier by the F test at 5 %, or of another kind, such as runs that differ by rounding alone:
         below a quantile so small that leaving out the prior costs a level of 0.05 nothing.
         """
-        own, total = np.asarray(variance, float), self.dof + dof
+        variances, total = np.asarray(variance, float), self.dof + dof
         low, high = (special.fdtri(dof, self.dof, p) * self.variance for p in (_TINY_P, 0.95))
-        is_like = (low < own) & (own <= high)
-        moderated = (self.dof * self.variance + dof * own) / total
-        return np.where(is_like, moderated, own), np.where(is_like, total, dof)
+        is_like = (low < variances) & (variances <= high)
+        moderated = (self.dof * self.variance + dof * variances) / total
+        return np.where(is_like, moderated, variances), np.where(is_like, total, dof)
 
 
 def fit_prior(variances: Sequence[float], dofs: Sequence[float]) -> VariancePrior | None:

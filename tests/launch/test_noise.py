@@ -132,6 +132,11 @@ def test_only_records_of_the_same_recipe_and_scale_count(run: Run) -> None:
     assert prior.sd == pytest.approx(0.008, rel=0.2)
 
 
+def test_records_without_anything_in_common_are_no_prior(run: Run) -> None:
+    add_noise(HISTORY, [record(experiment=f"e{n}", sd=sd) for n, sd in enumerate((1e-150, 1e-150, 1e90))])
+    assert priors() == []
+
+
 def test_a_thousand_records_are_a_prior_of_four_degrees_of_freedom(run: Run) -> None:
     HISTORY.parent.mkdir()
     rows = [asdict(record(experiment=f"e{number}", sd=0.005 + number * 1e-6)) for number in range(1000)]

@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 from abrun.cli import app
 from abrun.experiment.power import Spread, assumed_spread, plan_claim_power
 from abrun.logs.recorded.stored import load_experiment
-from abrun.recipe.claims import Claim, Compare
+from abrun.recipe.claims import Claim, Compare, NoisePrior
 from abrun.report.planning import PowerPlan, measure_spread
+from abrun.report.windows import PricedWindow, measure_pair_hours
 from abrun.stats.equivalence import equivalence_test
 from abrun.stats.power import pairs_needed, power_at, sd_of_difference, welch_dof_per_run
 from abrun.stats.sigma_margin import sigma_lower_bound
@@ -49,6 +50,47 @@ def test_an_earlier_experiment_says_spread_and_correlation(simulated):
     assert spread.num_pairs == 8 and f"({spread.source}" in " ".join(text.split())
     assert f"upper 80 % bound, {spread.planned_sd:.3g}; " in " ".join(text.split())
     assert re.search(r"\d+ pairs \(\d+ to \d+\)", text)  # a measured spread has a range
+
+
+def test_windows_are_priced_and_only_flat_ones_are_proposed(simulated):
+    experiment = load_experiment(simulated(seeds=[0, 1, 2, 3]))
+    config = {"cluster.nodes": 2, "cluster.gpus_per_node": 4}
+    runs = {
+        name: replace(run, span_s=(0.0, 3600.0 * (1 + name.seed)), runs_per_gpu=2, config=config)
+        for name, run in experiment.runs.items()
+    }
+    experiment = replace(experiment, runs=runs)
+    assert measure_pair_hours(experiment) == 2 * 2.5 * 8 / 2  # two arms, mean hours, half of eight GPUs
+    unrecorded = {name: replace(run, span_s=None) for name, run in runs.items()}
+    assert np.isnan(measure_pair_hours(replace(experiment, runs=unrecorded)))
+
+    def windows(margin: float, **options) -> dict[str, PricedWindow]:
+        plan = PowerPlan(
+            "next", Compare(claims=[reward_margin(margin=margin)]), 4, earlier=experiment, **options
+        )
+        return {priced.window: priced for priced in plan.windows(plan.claims[0])}
+
+    rising, wide = windows(1e-3), windows(9.0, hours=3.0)  # the curve climbs: flat beside a wide margin alone
+    assert [*rising] and not any(priced.is_flat for priced in rising.values())
+    assert {"last 20%", "last 50%", "last 90%"} == {*wide} and all(priced.is_flat for priced in wide.values())
+    for window, priced in wide.items():
+        spread = measure_spread(experiment, reward_margin(margin=9.0, window=window))
+        assert spread and priced.sd_difference == spread.sd_difference
+        assert priced.pairs_needed and priced.hours == priced.pairs_needed * 3.0 * 2
+    wide_plan = PowerPlan("next", Compare(claims=[reward_margin(margin=9.0)]), 4, earlier=experiment)
+    assert f"Cheapest that decides: window: {next(iter(wide))}" in shown(wide_plan.render())
+
+
+def test_the_noise_of_earlier_experiments_is_a_spread_and_degrees_of_freedom():
+    prior = {"metric": "train/reward", "window": "last 20%", "transform": "identity", "experiments": 3}
+    compare = Compare(claims=[reward_margin(margin=2.0)], noise_priors=[NoisePrior(**prior, sd=1.0, dof=4.0)])
+    planned = PowerPlan("next", compare, 5).claims[0]
+    assert planned.spread and planned.spread.source == "noise of 3 earlier experiments" and planned.power
+    assert planned.power.power(2) == power_at(2.0, 1.0, 2, prior_dof=4.0) > 2 * power_at(2.0, 1.0, 2)
+    designs = PowerPlan("next", compare, 3).designs
+    assert designs and designs.interim[0] == 2
+    no_power = PowerPlan("next", Compare(claims=compare.claims), 5).claims[0]
+    assert no_power.spread is None and no_power.power is None
 
 
 @pytest.mark.parametrize(
