@@ -238,7 +238,7 @@ def test_a_command_has_to_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     own_path = refused("trainer.python=python", f"trainer.env.PATH={tmp_path}", recipe=FOREIGN)
     assert own_path is None, "the command's own PATH counts"
     nodes = refused("cluster.nodes=2", recipe=FOREIGN)
-    assert nodes and nodes.startswith("cluster.nodes: got 2 with trainer.type 'command'")
+    assert nodes and nodes.startswith("cluster.nodes: got 2, but the local launcher has only")
 
 
 def test_a_checkpoint_to_start_from_has_to_be_here(tmp_path: Path, snapshot: Snapshot) -> None:

@@ -110,7 +110,8 @@ def verdict(experiment_dir: Path) -> dict[str, Any]:
     if not report.exists():
         abrun("compare", str(experiment_dir), "--allow-inconclusive", "--output", str(report.parent))
     content = json.loads(report.read_text())
-    return {key: content[key] for key in ("verdict", "reasons", "num_pairs", "step_one", "divergence")}
+    evidence = [part for part in content["evidence"] if part["kind"] in ("step one", "divergence")]
+    return {"evidence": evidence, **{key: content[key] for key in ("verdict", "reasons", "num_pairs")}}
 
 
 def check_end(experiment_dir: Path, reference: Path) -> None:

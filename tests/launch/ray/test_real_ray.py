@@ -155,8 +155,9 @@ def test_a_driver_of_ray_trains_on_a_cluster_of_its_own_which_ends_with_it(
     is_stopped: bool, cluster: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "gang.yaml").write_text(DRIVER)
-    steps = ("--set", "steps=400") if is_stopped else ()
-    where = ("--runs-dir", str(tmp_path), "--launcher", "ray", "--detach", "--exit-zero")
+    steps = ("--set", "steps=60") if is_stopped else ()
+    # Two clusters at once would take minutes to start
+    where = ("--runs-dir", str(tmp_path), "--launcher", "ray", "--detach", "--exit-zero", "--jobs", "1")
     abrun("launch", str(tmp_path / "gang.yaml"), *where, *steps)
     experiment_dir = tmp_path / "gang"
     at_step(experiment_dir, 4)
