@@ -44,6 +44,7 @@ SEED_LIMIT = 2**31
 CHECKPOINT = r"(?:(?:global|train|training)[-_]?)?(?:checkpoint|ckpt|steps?|epoch|iter|iteration)"
 START = "version|attempt|try|trial|start|restart|job|jobid|task|part"
 NO_SEED = re.compile(f"{PROCESS}|{CHECKPOINT}|{START}|env", re.IGNORECASE)
+_START_NUMBER = re.compile(rf"(?<![A-Za-z0-9])({START})[-_]?\d+(?![A-Za-z0-9.])", re.IGNORECASE)
 _RUN_COUNTS = re.compile(rf"(.*\.)?seed|s|run|rep|id|{NO_SEED.pattern}", re.IGNORECASE)
 PART_NUMBER = re.compile(rf"(?<![A-Za-z])(?:{PROCESS}|{CHECKPOINT})[-_=. ]?\d+", re.IGNORECASE)
 # The end of a Kubernetes pod's name, from its generator's alphabet: `job-7c9f6d-x2k4p`
@@ -633,7 +634,7 @@ def names_without_numbers(logs: Sequence[Log]) -> list[str]:
     """
     cut_names = []
     for name in _shortened_names(logs):
-        words = re.split(f"({SEPARATORS})", name)
+        words = re.split(f"({SEPARATORS})", _START_NUMBER.sub("", name))
         remaining = [
             place
             for place in range(0, len(words), 2)
@@ -648,5 +649,5 @@ def names_without_numbers(logs: Sequence[Log]) -> list[str]:
 
 
 def _is_uninformative(word: str, numbers: bool = False) -> bool:
-    is_number = numbers and re.fullmatch(rf"(seed|s|run|rep|{START})?\d*", word, re.IGNORECASE)
+    is_number = numbers and re.fullmatch(r"(seed|s|run|rep)?\d*", word, re.IGNORECASE)
     return bool(is_number or re.fullmatch(START_PART, word))
