@@ -165,7 +165,8 @@ def _parse_pairs(content: _Content, text: str) -> dict[str, Cell]:
             is_key = is_marked or (STEP in cells or EPOCH in cells)
             is_key = is_key and len(words) <= MAX_WORDS and len(key) <= MAX_NAME_CHARACTERS
             if is_key and not SOURCE_FILE.fullmatch(key):
-                _check_unit(content, key, value[2])
+                if content.units.setdefault(key, value[2]) != value[2]:
+                    content.mixed.add(key)
                 cells[key] = float(value[1].replace(",", ""))
             words = []
         elif WORD.fullmatch(token):
@@ -197,11 +198,6 @@ def _tokens(text: str) -> list[str]:
     text = re.sub(r"(?<=\d) ?/ {0,20}(?=\d)", "/", text)  # 100/ 500
     text = re.sub(r"(?<![\s:=])[ \t]{0,20}[:=]+(?!/)", "= ", text)
     return re.sub(r"[,;](?=\s|$)|[|│]", " | ", text).split()
-
-
-def _check_unit(content: _Content, key: str, unit: str) -> None:
-    if content.units.setdefault(key, unit) != unit:
-        content.mixed.add(key)
 
 
 # --- dictionaries ---

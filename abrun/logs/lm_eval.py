@@ -73,7 +73,12 @@ def read_samples(files: Sequence[Path], name: str) -> Log:
         name=name,
         place=printable(str(files[-1].parent)),
         axis="prompts",
-        metrics={metric: _make_series(points) for metric, points in scores.items()},
+        metrics={
+            metric: average_by_prompt(
+                Series(np.arange(len(points.values)), np.array(points.values)), np.array(points.steps)
+            )
+            for metric, points in scores.items()
+        },
         config={
             "lm_eval.prompts": hashlib.sha256("".join(sorted(prompts)).encode(errors="replace")).hexdigest()[
                 :12
@@ -121,11 +126,6 @@ def _match_name(path: Path) -> re.Match[str]:
     match = SAMPLES_FILE.fullmatch(path.name)
     assert match is not None
     return match
-
-
-def _make_series(points: Points) -> Series:
-    rows = Series(np.arange(len(points.values)), np.array(points.values, float))
-    return average_by_prompt(rows, np.array(points.steps))
 
 
 def _read_rows(path: Path, task: str, notes: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -44,6 +44,8 @@ SEED_LIMIT = 2**31
 CHECKPOINT = r"(?:(?:global|train|training)[-_]?)?(?:checkpoint|ckpt|steps?|epoch|iter|iteration)"
 START = "version|attempt|try|trial|start|restart|job|jobid|task|part"
 NO_SEED = re.compile(f"{PROCESS}|{CHECKPOINT}|{START}|env", re.IGNORECASE)
+_START_NUMBER = re.compile(rf"(?<![A-Za-z0-9])({START})[-_]?\d+(?![A-Za-z0-9.])", re.IGNORECASE)
+_RUN_COUNTS = re.compile(rf"(.*\.)?seed|s|run|rep|id|{NO_SEED.pattern}", re.IGNORECASE)
 PART_NUMBER = re.compile(rf"(?<![A-Za-z])(?:{PROCESS}|{CHECKPOINT})[-_=. ]?\d+", re.IGNORECASE)
 # The end of a Kubernetes pod's name, from its generator's alphabet: `job-7c9f6d-x2k4p`
 _POD = re.compile(r"(-[{0}]{{6,10}})?-([{0}]{{5}}|[{0}]{{8}})(?=/|$)".format("b-df-hj-np-tv-xz2456789"))
@@ -632,13 +634,13 @@ def names_without_numbers(logs: Sequence[Log]) -> list[str]:
     """
     cut_names = []
     for name in _shortened_names(logs):
-        words = re.split(f"({SEPARATORS})", name)
+        words = re.split(f"({SEPARATORS})", _START_NUMBER.sub("", name))
         remaining = [
             place
             for place in range(0, len(words), 2)
             if _is_decimal(words, place)
             or not _is_uninformative(words[place], numbers=True)
-            or (place and words[place - 1] == "=" and not _counts_runs(words[place - 2]))
+            or (place and words[place - 1] == "=" and not _RUN_COUNTS.fullmatch(words[place - 2]))
         ]
         cut_names.append(
             "".join("".join(words[max(place - 1, 0) : place + 1]) for place in remaining).strip("/_-. =@,")
@@ -646,10 +648,6 @@ def names_without_numbers(logs: Sequence[Log]) -> list[str]:
     return cut_names
 
 
-def _counts_runs(word: str) -> bool:
-    return bool(re.fullmatch(r"(.*\.)?seed|s|run|rep|id", word, re.IGNORECASE) or NO_SEED.fullmatch(word))
-
-
 def _is_uninformative(word: str, numbers: bool = False) -> bool:
-    is_number = numbers and re.fullmatch(rf"(seed|s|run|rep|{START})?\d*", word, re.IGNORECASE)
+    is_number = numbers and re.fullmatch(r"(seed|s|run|rep)?\d*", word, re.IGNORECASE)
     return bool(is_number or re.fullmatch(START_PART, word))

@@ -52,10 +52,6 @@ class Layout:
     step: str | None
     ignored: frozenset[str]  # columns that are neither a key nor a score
 
-    def run_of(self, row: Cells) -> tuple[str, ...]:
-        """Return the texts that identify the run of a row."""
-        return tuple(key_text(row.get(column, "")) for column in self.keys.values())
-
     def scores(self, row: Cells) -> dict[str, float | str]:
         """Return the scores of a row by benchmark."""
         prefix = "/".join(text for column in self.benchmarks if (text := key_text(row.get(column, ""))))
@@ -150,7 +146,10 @@ def _is_one_row_per_run(layout: Layout, table: Table, num_runs: int) -> bool:
     num_steps = len({*table.cells(layout.step)})
     if "seed" not in layout.keys or num_runs < 2 or 2 * num_steps > len(table) + 1:
         return False
-    evaluated = {(layout.run_of(row), *layout.scores(row)) for _, row in table.iterate()}
+    keys = layout.keys.values()
+    evaluated = {
+        (*(key_text(row.get(key, "")) for key in keys), *layout.scores(row)) for _, row in table.iterate()
+    }
     return len(evaluated) == len(table)
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from abrun.logs.log import Log
+from abrun.logs.log import Log, unite_logs
 from abrun.messages.codes import Code
 from abrun.runs.redaction import printable
-from abrun.stats.series import EMPTY_SERIES, Series, Steps, build_series
+from abrun.stats.series import EMPTY_SERIES, Series, build_series
 
 # A folder named only by its start or a checkpoint: a restarted run has several, side by side.
 START_FOLDER = re.compile(
@@ -107,32 +107,28 @@ def _merge_logs(ordered: Sequence[Log], run: str, spans: Sequence[tuple[int, int
     for log in ordered:
         for metric, series in log.metrics.items():
             points.setdefault(metric, []).append(series)
-    metrics = {metric: _concatenate_series(series) for metric, series in points.items()}
-    steps = ", ".join(f"{first_step}-{last_step}" for first_step, last_step in spans)
-    guess = f"{printable(run)}: {len(ordered)} starts of one run with continuing steps ({steps})"
-    unread = {name: text_cell for log in reversed(ordered) for name, text_cell in log.unread.items()}
-    guesses = dict.fromkeys([*(guess for log in ordered for guess in log.guesses), guess])
-    left_out = tuple(line for log in ordered for line in log.left_out)
+    metrics: dict[str, Series] = {}
+    for metric, series in points.items():
+        steps, values = (
+            np.concatenate([getattr(start, name) for start in series]) for name in ("steps", "values")
+        )
+        recounted = max(start.recounted for start in series)
+        built, _ = build_series(steps, values)
+        metrics[metric] = replace(built, recounted=max(built.recounted, recounted))
+    steps_text = ", ".join(f"{first_step}-{last_step}" for first_step, last_step in spans)
+    guess = f"{printable(run)}: {len(ordered)} starts of one run with continuing steps ({steps_text})"
     dropped: dict[str, tuple[int, ...]] = {}
     for log in ordered:  # a number in a later start replaces a text
         remaining = {
-            metric: np.setdiff1d(steps, _metric_steps(log, metric)) for metric, steps in dropped.items()
+            metric: np.setdiff1d(steps, log.metrics.get(metric, EMPTY_SERIES).steps)
+            for metric, steps in dropped.items()
         }
         dropped = {metric: (*map(int, steps),) for metric, steps in remaining.items() if len(steps)}
         for metric, steps in log.dropped.items():
             dropped[metric] = tuple(sorted({*dropped.get(metric, ()), *steps}))
-    merged = replace(last_log, metrics=metrics, guesses=tuple(guesses), left_out=left_out)
-    return replace(merged, unread=unread, dropped=dropped)
-
-
-def _metric_steps(log: Log, metric: str) -> Steps:
-    return log.metrics[metric].steps if metric in log.metrics else EMPTY_SERIES.steps
-
-
-def _concatenate_series(series: Sequence[Series]) -> Series:
-    steps = np.concatenate([start.steps for start in series])
-    merged, _ = build_series(steps, np.concatenate([start.values for start in series]))
-    return replace(merged, recounted=max(merged.recounted, *(start.recounted for start in series)))
+    united = unite_logs(ordered)
+    merged = replace(last_log, metrics=metrics, dropped=dropped, unread=united.unread)
+    return replace(merged, guesses=(*united.guesses, guess), left_out=united.left_out)
 
 
 def _step_spans(logs: Sequence[Log]) -> Iterator[list[tuple[int, int]]]:

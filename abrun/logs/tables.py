@@ -158,8 +158,8 @@ def read_json_table(path: Path) -> tuple[Table, list[str]]:
     for number, row in rows:
         if isinstance(row.get("log_history"), list):  # ms-swift's last row repeats the history
             continue
-        if "data" in row:
-            row = _unwrap_envelope(row)
+        if row.keys() == {"step", "data"} and isinstance(row["data"], dict):  # verl's file logger
+            row = {"step": row["step"], **row["data"]}
         is_flat = PLAIN_TYPES.issuperset(map(type, row.values()))
         builder.add(number, row if is_flat else dict(flat_cells(row)))
     return builder.build(), notes or [TORN_NOTE] * file.torn
@@ -274,12 +274,6 @@ def _find_by_last_part(names: Iterable[str], words: Sequence[str]) -> str | None
     """Return the column whose last path part is the first of `words` that occurs."""
     names_by_last_part = {name.rpartition("/")[2].lower(): name for name in names}
     return next((names_by_last_part[word] for word in words if word in names_by_last_part), None)
-
-
-def _unwrap_envelope(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the metrics in a row of verl's file logger, `{"step": 1, "data": {metrics}}`."""
-    data = row.get("data")
-    return {"step": row["step"], **data} if row.keys() == {"step", "data"} and isinstance(data, dict) else row
 
 
 def read_trainer_state(path: Path, step_column: str | None = None) -> Log:

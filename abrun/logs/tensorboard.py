@@ -27,17 +27,18 @@ HEADER, FOOTER = 12, 4  # bytes
 # DataType of tensor.proto -> dtype of a tensor's bytes, and the field of numbers used without bytes.
 # (bfloat16 and 8-bit floats are not read.)
 TENSOR_TYPES = {
-    1: (np.dtype("<f4"), "float_val"),
-    2: (np.dtype("<f8"), "double_val"),
-    3: (np.dtype("<i4"), "int_val"),
-    4: (np.dtype("u1"), "int_val"),
-    5: (np.dtype("<i2"), "int_val"),
-    6: (np.dtype("i1"), "int_val"),
-    9: (np.dtype("<i8"), "int64_val"),
-    17: (np.dtype("<u2"), "int_val"),
-    19: (np.dtype("<f2"), "half_val"),
-    22: (np.dtype("<u4"), "uint32_val"),
-    23: (np.dtype("<u8"), "uint64_val"),
+    **{
+        1: (np.dtype("<f4"), "float_val"),
+        2: (np.dtype("<f8"), "double_val"),
+        3: (np.dtype("<i4"), "int_val"),
+    },
+    **{4: (np.dtype("u1"), "int_val"), 5: (np.dtype("<i2"), "int_val"), 6: (np.dtype("i1"), "int_val")},
+    **{
+        9: (np.dtype("<i8"), "int64_val"),
+        17: (np.dtype("<u2"), "int_val"),
+        19: (np.dtype("<f2"), "half_val"),
+    },
+    **{22: (np.dtype("<u4"), "uint32_val"), 23: (np.dtype("<u8"), "uint64_val")},
 }
 TIMESTAMP = re.compile(rf"{re.escape(EVENT_FILE_PREFIX)}\.(\d+)")
 

@@ -74,7 +74,12 @@ def complete_tracker_logs(logs: Sequence[Log]) -> list[Log]:
 
     Trackers name a run `<project>/<run>`; a project that all runs share is dropped.
     """
-    logs = [_without_parent(log) for log in drop_parents(logs)]
+    logs = [  # the id of MLflow's parent run is no setting
+        replace(log, config={key: value for key, value in log.config.items() if key != PARENT})
+        if log.config
+        else log
+        for log in drop_parents(logs)
+    ]
     projects = {log.name.partition("/")[0] for log in logs}
     if len(projects) == 1 and all("/" in log.name for log in logs):
         logs = [replace(log, name=log.name.partition("/")[2]) for log in logs]
@@ -83,13 +88,6 @@ def complete_tracker_logs(logs: Sequence[Log]) -> list[Log]:
         return list(logs)
     guess = "one value of each metric: final scores, so windows and step one do not apply"
     return [replace(log, axis="final", guesses=(*log.guesses, guess)) for log in logs]
-
-
-def _without_parent(log: Log) -> Log:
-    """Return the log without the id of MLflow's parent run, which is no setting."""
-    if PARENT not in (log.config or {}):
-        return log
-    return replace(log, config={key: value for key, value in (log.config or {}).items() if key != PARENT})
 
 
 # --- SQLite ---

@@ -85,23 +85,21 @@ def _described(
         f"{runs[0]} {'pair' if unit == 'seed' else 'prompt'}s" if paired else f"{runs[0]} and {runs[1]} runs"
     )
     sample = "one run of each arm" if max(runs) == 1 else sample
-    direction = "lower" if difference < 0 else "higher"
     change = (
-        f"{metric} is {abs(difference):.3g} {direction} in {arm}: {levels[1]:.4g} against {levels[0]:.4g} in "
-        f"{baseline}, {window}"
+        f"{metric} is {abs(difference):.3g} {'lower' if difference < 0 else 'higher'} in {arm}: "
+        f"{levels[1]:.4g} against {levels[0]:.4g} in {baseline}, {window}"
     )
     if interval is None and difference == 0:
         return f"{metric} is the same in {arm} and {baseline}: {levels[1]:.4g}, {window}, {sample}"
-    if interval is None:
-        return f"{change}, {sample}"
-    if max(runs) == 1 and interval[0] * interval[1] > 0:
-        return f"{change}, {sample} (90 % CI {interval_text(interval)})"
+    confidence = f" (90 % CI {interval_text(interval)})" if interval else ""
+    if interval is None or (max(runs) == 1 and interval[0] * interval[1] > 0):
+        return f"{change}, {sample}{confidence}"
     if detected is None:
         return (
             f"{metric}: no difference detected: {levels[1]:.4g} in {arm}, {levels[0]:.4g} in {baseline}, "
             f"{window}, {sample} (difference {difference:+.3g}, 90 % CI {interval_text(interval)})"
         )
-    return f"{change}; {direction_text(detected, arm, baseline)} (90 % CI {interval_text(interval)})"
+    return f"{change}; {direction_text(detected, arm, baseline)}{confidence}"
 
 
 def _ratio_at_each_step(metric, arm, baseline, ratio, steps, pairs, constant) -> str:

@@ -386,6 +386,11 @@ def test_arms_are_called_as_they_are_written(tmp_path: Path) -> None:
     assert set(opened(tmp_path).arms) == {"no_correction", "importance_sampling", "vllm-0.8.1"}
 
 
+def test_words_of_starts_without_a_number_stay_in_the_names_of_arms() -> None:
+    logs = [named_log(name, {}) for name in ("math-task_try1", "math-task_try2", "code-task_try1")]
+    assert [name.arm for name in named(logs)] == ["math-task", "math-task", "code-task"]
+
+
 def test_runs_named_by_their_start_have_the_arm_of_their_folder(tmp_path: Path) -> None:
     for version in ("0.8.1", "0.8.3", "0.10.0"):
         for hour in ("09", "10"):

@@ -33,7 +33,7 @@ from abrun.logs.naming import (
 )
 from abrun.logs.recorded.selection import ReadingOptions
 from abrun.messages.codes import Code
-from abrun.runs.files import exists, is_directory
+from abrun.runs.files import exists
 from abrun.runs.redaction import list_names, printable
 
 NAMED_SOURCE = r"([^/:=]+)=(.+)"  # ARM=SOURCE
@@ -248,15 +248,6 @@ def guess_names(sources: Sources) -> Naming | str | None:
     return naming
 
 
-def explain_mixed_names(sources: Sources) -> str | None:
-    """Say why runs of a single source with seeds but no arms in their names could be one arm or several."""
-    if len(sources.named_sources) > 1 or len(sources.logs) < 2 or sources.pattern is not None:
-        return None
-    if isinstance(name_seeds(sources.logs, "any", run_filter=sources.run_filter), str):
-        return None
-    return _mixed_names_problem(sources.named_sources[0][1], sources.logs)
-
-
 STRATEGIES: tuple[Callable[[Sources], Naming | str | None], ...] = (
     name_by_pattern,
     name_by_options,
@@ -264,7 +255,6 @@ STRATEGIES: tuple[Callable[[Sources], Naming | str | None], ...] = (
     name_by_source,
     name_one_arm,
     guess_names,
-    explain_mixed_names,  # names no run, but knows a better reason
 )
 
 
@@ -371,7 +361,11 @@ def _name_lone_arm(sources: Sources) -> Sequence[tuple[str | None, str]]:
     if has_arms or isinstance(names, str):
         return named_sources
     if len(logs) > 1 and not differ_only_by_numbers(logs):
-        raise ComparisonError(_mixed_names_problem(folder, logs))
+        names_text = list_names([log.name for log in logs])
+        raise ComparisonError(
+            f"arms: the names of the runs in {printable(folder)} give seeds but no arms, and differ in more "
+            f"({names_text}); if all are one arm: ARM={printable(folder)}"
+        )
     return [(arm_from_source(folder), source) for _, source in named_sources]
 
 
@@ -381,14 +375,6 @@ def _common_folder(named_sources: Sequence[tuple[str | None, str]]) -> str | Non
         return named_sources[0][1]
     paths = [Path(source) for _, source in named_sources]
     return str(paths[0].parent) if len({path.resolve().parent for path in paths}) == 1 else None
-
-
-def _mixed_names_problem(folder: str, logs: Sequence[Log]) -> str:
-    names = list_names([log.name for log in logs])
-    return (
-        f"arms: the names of the {len(logs)} runs in {printable(folder)} give seeds but no arms, and other "
-        f"parts differ ({names}); if they are all one arm, name it: ARM={printable(folder)}"
-    )
 
 
 def _rename_from_common_folder(sources: Sources) -> list[Log]:
@@ -413,12 +399,9 @@ def _refuse_experiments_as_arms(sources: Sources) -> None:
     for (_, source), logs in zip(sources.named_sources, sources.logs_by_source, strict=True):
         arms = list(dict.fromkeys(log.identity.arm for log in logs if log.identity))
         if len(arms) > 1 and all(log.identity for log in logs):
-            folder = Path(logs[0].place).parent
-            is_folder = is_directory(Path(source))
-            example = f"the folder of one, such as {folder}" if is_folder else "the runs of one"
             raise ComparisonError(
-                f"sources: {printable(source)} holds runs of several arms ({list_names(arms)}); give one of "
-                f"them, such as {printable(example)}"
+                f"sources: {printable(source)} holds runs of several arms ({list_names(arms)}); give one, "
+                f"such as {printable(str(Path(logs[0].place).parent))}"
             )
 
 

@@ -24,8 +24,7 @@ from abrun.logs.recorded.experiment import RecordedExperiment
 from abrun.logs.recorded.identify import Sources
 from abrun.logs.recorded.selection import ReadingOptions
 
-MAX_TRIALS = 60
-MAX_KEYS = 4
+MAX_TRIALS, MAX_KEYS = 40, 4
 
 Build = Callable[[Sources, ReadingOptions], RecordedExperiment]
 
