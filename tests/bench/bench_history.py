@@ -9,6 +9,7 @@ of experiments are log-normal around 1 (spread 0.35 of the logarithm). Every ear
 import json
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -155,12 +156,13 @@ def leave_one_out() -> dict[str, list[tuple[str, int, float, float]]]:
                 matches = [float(np.mean([test.equivalent for test in row])) for row in tests]
                 beyond = [float(np.mean([test.p_beyond < 0.04 for test in row])) for row in tests]
                 rate = beyond if claim["result"] == "different" else matches
-                found.setdefault(claim["result"], []).append((f"{name} {claim['arm']}", count, *rate))
+                row = (f"{name} {claim['arm']}", count, rate[0], rate[1])
+                found.setdefault(claim["result"], []).append(row)
     return found
 
 
 def main() -> None:
-    cells = [("alike", {"count": count}) for count in (1, 2, 3, 10, 30)]
+    cells: list[tuple[str, dict[str, Any]]] = [("alike", {"count": count}) for count in (1, 2, 3, 10, 30)]
     cells += [(f"{factor}x noisier", {"count": 10, "noisier": factor}) for factor in (2, 3, 5)]
     cells += [(shape, {"count": 10, "shape": shape}) for shape in SHAPES[1:]]
     cells += [("one shared baseline", {"count": 10, "shared": True})]

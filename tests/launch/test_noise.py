@@ -29,7 +29,12 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, abrun: Run) -> Run:
 def record(**changes: Any) -> NoiseRecord:
     """A record of the staged recipe's claim."""
     recipe = hash_baseline(load_recipe(Path("staged.yaml")))
-    values = {"experiment": "old", "recipe": recipe, "metric": "train/reward", "window": "last 20%"}
+    values: dict[str, Any] = {
+        "experiment": "old",
+        "recipe": recipe,
+        "metric": "train/reward",
+        "window": "last 20%",
+    }
     return NoiseRecord(
         **(values | {"transform": "identity", "recorded": False, "sd": 0.006, "dof": 4.0} | changes)
     )

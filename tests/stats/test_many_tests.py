@@ -54,7 +54,8 @@ def test_few_samples_predict_the_next_variance_with_their_own_error() -> None:
 def test_a_prior_moderates_alike_samples_only() -> None:
     prior = VariancePrior(1.0, 4.0)
     noisier = stats.f.ppf(0.95, 2, 4)
-    variances, dofs = prior.moderate_alike([1.0, noisier * 0.99, noisier * 1.01, 1e-6, 0.0], 2.0)
+    samples = np.array([1.0, noisier * 0.99, noisier * 1.01, 1e-6, 0.0])
+    variances, dofs = prior.moderate_alike(samples, 2.0)
     assert dofs.tolist() == [6, 6, 2, 2, 2]
     assert variances.tolist() == pytest.approx([1.0, (4 + 2 * noisier * 0.99) / 6, noisier * 1.01, 1e-6, 0.0])
 
