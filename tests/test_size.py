@@ -10,7 +10,7 @@ MAX_ENTRIES = 22  # of abrun/
 BUDGETS = {  # room -> lines
     "*.py": 170,
     "api": 850,
-    "cli": 2_035,
+    "cli": 2_040,
     "experiment": 2_280,
     "external": 615,
     "launch": 5_475,
