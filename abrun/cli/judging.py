@@ -462,13 +462,7 @@ def power(
     from abrun.report.planning import PowerPlan, pilot_differences_text
     from abrun.runs.experiment import find_experiment
 
-    if earlier and (sigma is not None or correlation is not None):
-        raise RecipeError(
-            f"--from: got {earlier!r} with --sigma or --correlation, which --from measures; drop them, or "
-            "plan without --from: abrun power RECIPE --sigma X"
-        )
-    if sigma is not None and not math.isfinite(sigma):
-        raise RecipeError(f"--sigma: got {sigma}; allowed: a finite number of 0 or more")
+    _check_assumptions(earlier, sigma, correlation)
     experiment_dir = find_experiment(earlier, runs_dir) if earlier else None
     measured = load_experiment(experiment_dir) if experiment_dir else None
     planned = recipe or experiment_dir
@@ -502,6 +496,17 @@ def power(
         print_json(plan.as_json())
     else:
         console().print(plan.render())
+
+
+def _check_assumptions(earlier: str | None, sigma: float | None, correlation: float | None) -> None:
+    """Raise RecipeError for an assumed spread that is no number, or beside a measured one."""
+    if earlier and (sigma is not None or correlation is not None):
+        raise RecipeError(
+            f"--from: got {earlier!r} with --sigma or --correlation, which --from measures; drop them, or "
+            "plan without --from: abrun power RECIPE --sigma X"
+        )
+    if sigma is not None and not math.isfinite(sigma):
+        raise RecipeError(f"--sigma: got {sigma}; allowed: a finite number of 0 or more")
 
 
 def _refuse_without_pairs(earlier: "RecordedExperiment", assumed_command: str) -> None:
