@@ -89,20 +89,17 @@ def equivalence_test(
     prior = prior if yardstick is None else None
     samples = baseline_values, treatment_values
     mean, error, dof = estimate_difference(*samples, resolution, paired=paired, prior=prior)
-    sd = (
-        mean_and_sd(treatment_values - baseline_values)[1]
-        if paired
-        else math.hypot(mean_and_sd(baseline_values)[1], mean_and_sd(treatment_values)[1])
-    )
+    differing = [treatment_values - baseline_values] if paired else samples
+    sd = math.hypot(*(mean_and_sd(values)[1] for values in differing))
     intervals = {}
     for level in {alpha, ALPHA}:
         half_width = float(special.stdtrit(dof, 1 - level)) * error
         t_ends = mean - half_width, mean + half_width
         intervals[level] = outcomes.interval(level) if outcomes else t_ends
     p_tost = max(tail(1, margin), tail(-1, margin))
-    is_relative = yardstick is not None
     sign_towards_zero = -1 if mean >= 0 else 1
     certified_bound = max(map(abs, intervals[alpha]))
+    is_relative = yardstick is not None and certified_bound > 0
     return TostResult(
         mean_difference=mean,
         sd_difference=sd,
@@ -114,9 +111,7 @@ def equivalence_test(
         p_difference=min(1.0, 2 * tail(sign_towards_zero, 0.0)),
         p_beyond=min(1.0, tail(sign_towards_zero, -margin) + tail(sign_towards_zero, margin)),
         certified_bound=certified_bound,
-        certified_margin=_certified_share(tail, alpha)
-        if is_relative and certified_bound
-        else certified_bound,
+        certified_margin=_certified_share(tail, alpha) if is_relative else certified_bound,
         pair_correlation=_correlate(baseline_values, treatment_values) if paired else None,
         equivalent=p_tost < alpha,
         exact=outcomes is not None,

@@ -243,14 +243,9 @@ def judge_arm(
     invalid = invalid_reasons(experiment, arm, analysis.num_pairs, claims)
     left_out = [reason for reason in invalid if reason.code == Code.SEEDS_NOT_SHARED]
     invalid = [reason for reason in invalid if reason not in left_out]
-    savings = measure_savings(arm, sides)
+    savings, test_alpha = measure_savings(arm, sides), analysis.alpha_guards / count_tests(compare)
     windows = [(result.claim.metric, result.claim.steps) for result in results if result.claim.steps]
-    test_alpha = analysis.alpha_guards / count_tests(compare)
-    guard_pairs = pairs if sides.paired else pair_with_all_baselines(sides)
-    if is_counted := counts_failures(claims):  # they are one of the claims' results
-        guard_pairs = [pair for pair in guard_pairs if not has_diverged(pair.treatment)]
-    guards = check_guards(arm, guard_pairs, sides, compare.guards, savings, windows, test_alpha)
-    guards = [guard for guard in guards if guard["guard"] != "finished" or not is_counted]
+    guards = _check_guards(experiment, arm, claims, windows, savings, test_alpha)
     first_steps = check_step_one(arm, pairs, compare, test_alpha, analysis.num_pairs)
     unread_reason = step_one_unread_reason(experiment, arm, first_steps)
     first_steps = [] if unread_reason else first_steps
@@ -294,6 +289,24 @@ def judge_arm(
         evidence=evidence,
         interim_analyses=[],
     )
+
+
+def _check_guards(
+    experiment: RecordedExperiment,
+    arm: str,
+    claims: Sequence[Claim],
+    windows: Sequence[MetricWindow],
+    savings: Sequence[Evidence],
+    alpha: float,
+) -> list[Evidence]:
+    """Check the guards. Runs that diverge are the result of a claim that counts them, and no guard's."""
+    sides, limits = experiment.sides(arm), experiment.compare.guards
+    pairs = experiment.pairs(arm) if sides.paired else pair_with_all_baselines(sides)
+    if not counts_failures(claims):
+        return check_guards(arm, pairs, sides, limits, savings, windows, alpha)
+    pairs = [pair for pair in pairs if not has_diverged(pair.treatment)]
+    guards = check_guards(arm, pairs, sides, limits, savings, windows, alpha)
+    return [guard for guard in guards if guard["guard"] != "finished"]
 
 
 def _add_description_reasons(
