@@ -14,7 +14,7 @@ BUDGETS = {  # room -> lines
     "experiment": 2_165,
     "external": 615,
     "launch": 5_475,
-    "logs": 9_462,
+    "logs": 9_461,
     "messages": 2_160,
     "processes": 980,
     "recipe": 4_290,
