@@ -88,7 +88,9 @@ def test_a_reference_of_one_arm_and_what_is_proposed_without_its_claim(
     write_csv(Path("b/seed-1.csv"), rows("new", 1))
     code, output, (more,) = pasted(claimed, monkeypatch)
     assert code == 4 and "(2), then compare again" in output and more == claimed
-    with pytest.raises(ComparisonError, match="the 2 runs in mixed give seeds but no arms"):
+    with pytest.raises(
+        ComparisonError, match=r"the 2 runs in mixed give seeds but no arms.*: abrun compare new=mixed$"
+    ):
         open_sources(["mixed"], ReadingOptions(allows_one_arm=True))
 
 

@@ -363,7 +363,7 @@ def _name_lone_arm(sources: Sources) -> Sequence[tuple[str | None, str]]:
     if len(logs) > 1 and not differ_only_by_numbers(logs):
         names_text = list_names([log.name for log in logs])
         raise ComparisonError(
-            f"arms: the names of the runs in {printable(folder)} give seeds but no arms, and differ in more "
+            f"arms: the {len(logs)} runs in {printable(folder)} give seeds but no arms, and differ in more "
             f"({names_text}); if all are one arm: ARM={printable(folder)}"
         )
     return [(arm_from_source(folder), source) for _, source in named_sources]

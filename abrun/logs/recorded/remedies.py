@@ -26,21 +26,23 @@ from abrun.logs.recorded.selection import ReadingOptions
 
 MAX_TRIALS, MAX_KEYS = 40, 4
 
-Build = Callable[[Sources, ReadingOptions], RecordedExperiment]
 
-
-def suggest_command(sources: Sources, reading: ReadingOptions, build: Build) -> str:
-    """Return the command of the first options with which `build` names the runs."""
-    plain = replace(reading, pattern=None, arms_by=None, seeds_by=None)
-    for changes, needs_grid in islice(_candidates(sources.logs, reading), MAX_TRIALS):
-        tried = replace(plain, **changes)
-        try:
-            experiment = build(sources, tried)
-        except ComparisonError:
-            continue
-        if not needs_grid or reading.allows_one_arm or _is_grid(experiment):
-            names = [f"{arm}={source}" if arm else source for arm, source in sources.named_sources]
-            return shlex.join(["abrun", "compare", *names, *tried.to_words()])
+def suggest_command(
+    sources: Sources, reading: ReadingOptions, build: Callable[[Sources, ReadingOptions], RecordedExperiment]
+) -> str:
+    """Return the command of the first options with which `build` names the runs; for a reference, one arm."""
+    is_one_arm, plain = reading.allows_one_arm, replace(reading, pattern=None, arms_by=None, seeds_by=None)
+    as_one_arm = replace(sources, named_sources=[("new", source) for _, source in sources.named_sources])
+    for tried_sources in (as_one_arm,) if is_one_arm and not sources.has_arms else (sources,):
+        for changes, needs_grid in islice(_candidates(sources.logs, reading), MAX_TRIALS):
+            tried = replace(plain, **changes)
+            try:
+                experiment = build(tried_sources, tried)
+            except ComparisonError:
+                continue
+            if len(experiment.arms) == 1 if is_one_arm else not needs_grid or _is_grid(experiment):
+                names = [f"{arm}={source}" if arm else source for arm, source in tried_sources.named_sources]
+                return shlex.join(["abrun", "compare", *names, *tried.to_words()])
     return "abrun compare SOURCES --list"
 
 
@@ -51,10 +53,7 @@ def _is_grid(experiment: RecordedExperiment) -> bool:
 
 
 def _candidates(logs: Sequence[Log], reading: ReadingOptions) -> Iterator[tuple[Mapping[str, Any], bool]]:
-    """Yield options that may name the runs, and whether only a grid of arms and seeds confirms them.
-
-    The likelier come first; the last ones name any runs.
-    """
+    """Yield options, the likelier first, and whether only a grid of arms and seeds confirms them."""
     if not (reading.arms_by or reading.seeds_by):
         yield {}, False
     yield from ((settings, False) for settings in _settings(logs, reading))
