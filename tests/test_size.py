@@ -37,7 +37,7 @@ BUDGETS = {  # room -> lines
     "trainer/rl": 1_220,
     "trainer/rollout": 2_280,
     "trainer/tasks": 1_410,
-    "verdict": 6_235,
+    "verdict": 6_250,
     "wandb_sync": 450,
     "watch": 1_090,
 }

@@ -33,6 +33,7 @@ from abrun.verdict.failure_rates import counts_failures, has_diverged
 from abrun.verdict.far_apart import far_apart_reason
 from abrun.verdict.final_weights import compare_final_weights
 from abrun.verdict.guards import (
+    MetricWindow,
     check_guards,
     count_tests,
     measure_savings,
