@@ -79,6 +79,7 @@ COMMANDS: dict[str, list[Command]] = {
     "logprob-diff": [lambda name: [f"nowhere/{name}"]],
     "trace": [lambda name: [f"{name}.yaml"]],
     "doctor": [lambda name: []],
+    "skill": [],  # prints a file
     "bisect": [lambda name: [f"{name}.yaml"]],
 }
 

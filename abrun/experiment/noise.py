@@ -29,13 +29,23 @@ def noise_file(compare: Compare, runs_dir: Path) -> Path | None:
     return runs_dir / NOISE if compare.noise == "auto" else Path(compare.noise).expanduser()
 
 
-def hash_baseline(recipe: ExperimentDeclaration) -> str:
-    """Return a hash of the baseline's settings that change numbers, without defaults and `auto` values."""
-    config = recipe.with_auto_values().run_config(recipe.baseline)
-    settings = dotted(config.model_dump(mode="json", exclude_defaults=True)).items()
-    return _hash(
-        {key: value for key, value in settings if can_change_numbers(key) and key not in AUTO_SETTINGS}
-    )
+def hash_recipe(recipe: ExperimentDeclaration) -> tuple[str, str]:
+    """Return hashes of the baseline's settings and of all arms', of those that change numbers.
+
+    They are without defaults and `auto` values.
+    """
+    decided = recipe.with_auto_values()
+    settings = {
+        arm: {
+            key: value
+            for key, value in dotted(
+                decided.run_config(arm).model_dump(mode="json", exclude_defaults=True)
+            ).items()
+            if can_change_numbers(key) and key not in AUTO_SETTINGS
+        }
+        for arm in recipe.arms
+    }
+    return _hash(settings[recipe.baseline]), _hash(settings)
 
 
 def declare_noise(recipe: Declaration, experiment_dir: Path) -> Declaration:
@@ -57,12 +67,16 @@ def declare_noise(recipe: Declaration, experiment_dir: Path) -> Declaration:
 def _fit_priors(recipe: ExperimentDeclaration, experiment_dir: Path) -> list[NoisePrior]:
     """Return a prior for each claim on a difference, by a margin that is a number, with a history."""
     path = noise_file(recipe.compare, experiment_dir.parent)
-    records = [
-        record for record in (read_noise(path) if path else ()) if record.experiment != experiment_dir.name
-    ]
+    records = read_noise(path) if path else []
     if not records:
         return []
-    decided, baseline = recipe.with_auto_values(), hash_baseline(recipe)
+    decided, baseline, arms = recipe.with_auto_values(), *hash_recipe(recipe)
+    seeds = set(recipe.seeds)
+    # An experiment that repeats this one, or is begun anew, has the same numbers: no further evidence
+    repeats = [record for record in records if record.arms == arms and seeds & set(record.seeds)]
+    records = [
+        record for record in records if record not in repeats and record.experiment != experiment_dir.name
+    ]
     treatments = [decided.run_config(arm) for arm in recipe.arms if arm != recipe.baseline]
     recorded = all(recorded_source(config) is not None for config in treatments)
     claims = [claim for claim in recipe.compare.claims if claim.difference_kind and claim.margin_in[1] == ""]

@@ -60,7 +60,8 @@ def restore_reasons(content: Any) -> Any:
 def _restored_reasons(codes: Any, text: Any) -> Any:
     """Return the reason of each code, or the text beside it where this version lacks the code."""
     if isinstance(codes, list):
-        return [_restored_reasons(code, line) for code, line in zip(codes, text or (), strict=True)]
+        lines = text if isinstance(text, list) else [text] * len(codes)  # a claim's warnings are one text
+        return [_restored_reasons(code, line) for code, line in zip(codes, lines, strict=True)]
     is_known = codes is None or codes["code"] in _CODES
     return decode_reasons(codes) if is_known else Code.FOREIGN_TEXT(text=text)
 

@@ -11,7 +11,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from abrun.runs.files import PUBLIC_MODE
+from abrun.runs.files import PUBLIC_MODE, is_directory
 from abrun.runs.lines import LineWriter, read_json_lines
 from abrun.runs.metric_names import Transform
 from abrun.runs.schemas import Flag, checked
@@ -26,6 +26,8 @@ class NoiseRecord:
 
     experiment: str
     recipe: str  # hash of the baseline's settings
+    arms: str  # hash of all arms' settings
+    seeds: list[int]
     metric: str
     window: str
     transform: Transform
@@ -40,7 +42,7 @@ class NoiseRecord:
 
 def read_noise(path: Path) -> list[NoiseRecord]:
     """Return an experiment's last record of each scale; none without a file. Raises StoreError."""
-    rows = read_json_lines(path)
+    rows = read_json_lines(path) if is_directory(path.parent) else []
     records = (checked(NoiseRecord, row, Path(f"{path}, record {n}")) for n, row in enumerate(rows, 1))
     return list({(record.experiment, record.recipe, record.scale): record for record in records}.values())
 

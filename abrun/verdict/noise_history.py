@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Iterator
 
 from abrun.errors import StoreError
-from abrun.experiment.noise import hash_baseline, noise_file
+from abrun.experiment.noise import hash_recipe, noise_file
 from abrun.logs.recorded.experiment import RecordedExperiment
 from abrun.messages.codes import Code, Reason
 from abrun.recipe.claims import MAX_SD
@@ -34,11 +34,14 @@ def record_noise(experiment: RecordedExperiment, arms: Iterable[ArmVerdict]) -> 
                 spreads.setdefault(scale, []).append((sd**2, terms.num_pairs))
     if not spreads:
         return
-    baseline = hash_baseline(parse_stored_recipe(open_experiment(directory)["recipe"]))
+    baseline, arms_hash = hash_recipe(parse_stored_recipe(open_experiment(directory)["recipe"]))
+    seeds = sorted({pair.seed for arm in experiment.treatments for pair in experiment.pairs(arm)})
     records = [
         NoiseRecord(
             experiment=directory.name,
             recipe=baseline,
+            arms=arms_hash,
+            seeds=seeds,
             metric=scale[0],
             window=scale[1],
             transform=scale[2],

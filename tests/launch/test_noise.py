@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from abrun.errors import StoreError
-from abrun.experiment.noise import declare_noise, hash_baseline
+from abrun.experiment.noise import declare_noise, hash_recipe
 from abrun.recipe.experiment import load_recipe
 from abrun.runs.noise import NoiseRecord, add_noise, read_noise
 from tests.launch.curves import begin_in, verdict_of
@@ -28,12 +28,14 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, abrun: Run) -> Run:
 
 def record(**changes: Any) -> NoiseRecord:
     """A record of the staged recipe's claim."""
-    recipe = hash_baseline(load_recipe(Path("staged.yaml")))
+    recipe, arms = hash_recipe(load_recipe(Path("staged.yaml")))
     values: dict[str, Any] = {
         "experiment": "old",
         "recipe": recipe,
         "metric": "train/reward",
         "window": "last 20%",
+        "arms": arms,
+        "seeds": [7, 8, 9],
     }
     return NoiseRecord(
         **(values | {"transform": "identity", "recorded": False, "sd": 0.006, "dof": 4.0} | changes)
@@ -52,7 +54,8 @@ def test_a_launch_takes_the_noise_of_earlier_ones_and_no_later_change_of_the_fil
     run: Run, abrun: Run
 ) -> None:
     assert run("--name", "first")[0] == 0 and "noise" not in claim_of("first")
-    code, output, errors = run("--name", "second")
+    assert "noise of" not in run("--name", "repeated", "--dry-run")[1]  # the same numbers again are no more
+    code, output, errors = run("--name", "second", "--seeds", "3,4,5")
     assert (code, errors) == (0, "") and "noise of 1 earlier experiment" in output
     found, content = claim_of("second"), verdict_of("second")
     assert not content["post_hoc"] and found["noise"]["experiments"] == 1
@@ -63,7 +66,7 @@ def test_a_launch_takes_the_noise_of_earlier_ones_and_no_later_change_of_the_fil
     # Compared again, resumed, without the file or with another: the same verdict
     for text in (HISTORY.read_text(), "", HISTORY.read_text().replace('"sd": 0.', '"sd": 9.')):
         HISTORY.write_text(re.sub(r', "crc32": "\w+"', "", text))
-        assert run("--name", "second", "--resume")[0] == 0
+        assert run("--name", "second", "--seeds", "3,4,5", "--resume")[0] == 0
         assert abrun("compare", "second", "-o", "again")[0] == 0
         assert verdict_of("second")["claims"] == content["claims"]
         assert json.loads(Path("again/verdict.json").read_text())["claims"] == content["claims"]

@@ -90,6 +90,8 @@ def test_every_module_is_started_without_the_working_directory() -> None:
         ("tools/bisect/environments.py", ("-I", "-m", "venv")),
         ("tools/bisect/environments.py", ("python", "-I", "-m", "pip", "install")),
         ("report/doctor.py", ("-P", "-c")),
+        # In the trainer's interpreter, as its user's `ray start`; -P would reach the tasks of the driver
+        ("external/ray_node.py", ("-m", "ray.scripts.scripts", "start", "--block", "--log-color=false")),
     }
     root, starts = Path(abrun.__file__).parent, set[tuple[str, tuple[str, ...]]]()
     for path in root.rglob("*.py"):
