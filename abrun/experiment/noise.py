@@ -7,10 +7,12 @@ and scale. What is declared is in the experiment's record and its hash, not the 
 import hashlib
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
+from abrun.errors import StoreError
 from abrun.recipe.claims import Compare, NoisePrior
 from abrun.recipe.experiment import AUTO_SETTINGS, ExperimentDeclaration
 from abrun.recipe.reading import dotted
@@ -67,16 +69,14 @@ def declare_noise(recipe: Declaration, experiment_dir: Path) -> Declaration:
 def _fit_priors(recipe: ExperimentDeclaration, experiment_dir: Path) -> list[NoisePrior]:
     """Return a prior for each claim on a difference, by a margin that is a number, with a history."""
     path = noise_file(recipe.compare, experiment_dir.parent)
-    records = read_noise(path) if path else []
+    try:
+        records = read_noise(path) if path else []
+    except StoreError as error:
+        raise StoreError(f"{error}; or launch with compare.noise: none") from None
     if not records:
         return []
     decided, baseline, arms = recipe.with_auto_values(), *hash_recipe(recipe)
-    seeds = set(recipe.seeds)
-    # An experiment that repeats this one, or is begun anew, has the same numbers: no further evidence
-    repeats = [record for record in records if record.arms == arms and seeds & set(record.seeds)]
-    records = [
-        record for record in records if record not in repeats and record.experiment != experiment_dir.name
-    ]
+    records = _without_repeats(records, experiment_dir.name, arms, recipe.seeds)
     treatments = [decided.run_config(arm) for arm in recipe.arms if arm != recipe.baseline]
     recorded = all(recorded_source(config) is not None for config in treatments)
     claims = [claim for claim in recipe.compare.claims if claim.difference_kind and claim.margin_in[1] == ""]
@@ -86,6 +86,22 @@ def _fit_priors(recipe: ExperimentDeclaration, experiment_dir: Path) -> list[Noi
         history = [record for record in records if (record.recipe, record.scale) == (baseline, scale)]
         priors[scale] = _fit_prior(scale, history)
     return [prior for prior in priors.values() if prior]
+
+
+def _without_repeats(
+    records: list[NoiseRecord], name: str, arms: str, seeds: Sequence[int]
+) -> list[NoiseRecord]:
+    """Leave out what repeats this or an earlier experiment: arms and a seed again give the same numbers."""
+    counted = {name: (arms, {*seeds})}
+    for record in records:
+        is_repeat = any(
+            record.arms == other_arms and other_seeds & {*record.seeds}
+            for other, (other_arms, other_seeds) in counted.items()
+            if other != record.experiment
+        )
+        if not is_repeat:
+            counted.setdefault(record.experiment, (record.arms, {*record.seeds}))
+    return [record for record in records if record.experiment in counted and record.experiment != name]
 
 
 def _fit_prior(scale: Scale, records: list[NoiseRecord]) -> NoisePrior | None:

@@ -77,6 +77,8 @@ class Spread:
     @property
     def planned_sd(self) -> float:
         """Return the sd for planning: the upper 80 % bound of a measured sd, which is often too small."""
+        if self.prior and self.sigma is None:  # the sd of the next experiment is spread like the prior
+            return sd_upper_bound(self.sd_difference, self.prior.dof + 1, ASSURANCE)
         if not self.num_pairs or self.num_pairs < 2:
             return self.sd_difference
         return sd_upper_bound(self.sd_difference, self.num_pairs, ASSURANCE)

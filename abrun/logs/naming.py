@@ -619,8 +619,8 @@ def differing_settings(logs: Sequence[Log], seeds: Sequence[int] | None = None) 
 def _shortened_names(logs: Sequence[Log]) -> list[str]:
     """Return the names without times or the ends of pods' names, and without a file name that all share."""
     names = [_LAUNCHER.sub("", without_times(strip_suffix(log.name))) for log in logs]
-    pods = [match[0] for name in names if (match := _POD.search(name)) and re.search(r"\d", match[0])]
-    if len({*pods}) == len(names) > 1:
+    pods = [match[0] for name in names if (match := _POD.search(name))]
+    if len({*pods}) == len(names) > 1 and re.search(r"\d", "".join(pods)):
         names = [_POD.sub("", name) for name in names]
     while len({name.rpartition("/")[2] for name in names}) == 1 and all("/" in name for name in names):
         names = [name.rpartition("/")[0] for name in names]

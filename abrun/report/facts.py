@@ -13,7 +13,7 @@ from abrun.logs.recorded.experiment import RecordedExperiment, RecordedRun
 from abrun.messages.codes import Code, Reason
 from abrun.recipe.claims import Claim
 from abrun.runs.files import is_directory
-from abrun.runs.metric_names import GEN_KL_ERROR, REWARD, TOKEN_MULT_PROB_ERROR
+from abrun.runs.metric_names import DIVERGENCE_RATE, GEN_KL_ERROR, REWARD, TOKEN_MULT_PROB_ERROR
 from abrun.runs.rundir import RunDir
 from abrun.verdict.description import build_claim, find_claimable_metric
 from abrun.verdict.evidence import Evidence
@@ -130,7 +130,12 @@ class Facts:
     @cached_property
     def undecided_claims(self) -> list[ClaimResult]:
         claims = [claim for claim in self.content.claims if claim.result == "undecided"]
-        return claims if self.launched else [claim for claim in claims if claim.estimate.interval]
+        estimated = ((claim, claim.estimate) for claim in claims)
+        return (
+            claims
+            if self.launched
+            else [claim for claim, estimate in estimated if estimate.interval or estimate.diverged]
+        )
 
     @property
     def is_float32_conclusive(self) -> bool:
@@ -213,7 +218,12 @@ class Facts:
 
     @cached_property
     def excludable_runs(self) -> list[str]:
-        """The runs without which the comparison may be valid; none if they are more than half of an arm."""
+        """The runs without which the comparison may be valid; none if they are more than half of an arm.
+
+        None where a claim counts the runs that diverge: leaving out those that ended early would hide some.
+        """
+        if any(claim.claim.metric == DIVERGENCE_RATE for claim in self.content.claims):
+            return []
         values = values_of(self.content, *_CODES_OF_RUNS)
         runs = {run for found in values for run in (found.get("runs") or [found.get("run")]) if run}
         arms = [

@@ -472,6 +472,8 @@ def pairs_that_decide(facts: Facts) -> tuple[str, int | None]:
     needed = [claim.power.pairs_needed for claim in undecided if claim.power.pairs_needed is not None]
     if any(map(_is_beyond_margin, undecided)):
         return f"No number of {unit} shows this margin if the observed difference is the true one", None
+    if needed and all(claim.estimate.limited == 0 and claim.estimate.diverged for claim in undecided):
+        return f"{max(needed)} {unit} show this rate if none of them diverges", max(needed)
     if any(claim.estimate.limited is not None or claim.estimate.diverged for claim in undecided):
         count = 4 * max(undecided[0].claim.num_runs or [undecided[0].claim.num_pairs])
         return f"Four times as many {unit} halve the interval that a limit is tested with", count

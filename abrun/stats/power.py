@@ -37,7 +37,7 @@ def sd_interval(sd: float, num_pairs: float, confidence: float = 0.9) -> tuple[f
     return float(low), float(high)
 
 
-def sd_upper_bound(sd: float, num_pairs: int, confidence: float) -> float:
+def sd_upper_bound(sd: float, num_pairs: float, confidence: float) -> float:
     """Return the one-sided upper bound of an sd estimated from `num_pairs` normal differences."""
     return sd * math.sqrt((num_pairs - 1) / float(special.chdtri(num_pairs - 1, confidence)))
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from abrun.logs.recorded.experiment import (
     union_steps,
 )
 from abrun.messages.codes import Code, Reason
-from abrun.recipe.claims import Claim
+from abrun.recipe.claims import Claim, Guards
 from abrun.recipe.merging import implied_by_types
 from abrun.recipe.run import can_change_numbers
 from abrun.runs.metric_names import (
@@ -375,6 +376,9 @@ def _check_steps(
     if trained_here:
         recorded = [name for name in STEP_ONE if all(len(run.series(name)) for run in finished)]
         windows = dict.fromkeys(recorded[:1])
+    if counts_failures(claims):  # a run that is short of the end has not shown that it does not diverge
+        watched = (metric for metric in Guards().finite if len(experiment.metric_steps(metric)))
+        claims = [*claims, *(Claim(metric=metric, margin=1) for metric in islice(watched, 1))]
     for metric, bounds in _claim_windows(experiment, claims):
         windows.setdefault(metric, bounds)
     for metric, bounds in windows.items():

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.launch.curves import begin_in, verdict_of
 
 Run = Callable[..., tuple[int, str, str]]
 HISTORY = Path("runs/noise.jsonl")
+OTHER_SEEDS = count(100)
 
 
 @pytest.fixture
@@ -35,7 +37,7 @@ def record(**changes: Any) -> NoiseRecord:
         "metric": "train/reward",
         "window": "last 20%",
         "arms": arms,
-        "seeds": [7, 8, 9],
+        "seeds": [next(OTHER_SEEDS)],
     }
     return NoiseRecord(
         **(values | {"transform": "identity", "recorded": False, "sd": 0.006, "dof": 4.0} | changes)
@@ -138,6 +140,14 @@ def test_only_records_of_the_same_recipe_and_scale_count(run: Run) -> None:
     (prior,) = priors()
     assert prior.experiments == 1 and 0 < prior.dof < 4
     assert prior.sd == pytest.approx(0.008, rel=0.2)
+
+
+def test_repeats_of_an_experiment_count_once(run: Run) -> None:
+    for number, seeds in enumerate(([7, 8], [7, 8, 9], [20, 21], [21, 22], [0, 30])):
+        add_noise(HISTORY, [record(experiment=f"e{number}", seeds=seeds)])  # the last repeats the new one
+    assert [prior.experiments for prior in priors()] == [2]
+    add_noise(HISTORY, [record(experiment="of other arms", seeds=[7, 8], arms="other")])
+    assert [prior.experiments for prior in priors()] == [3]
 
 
 def test_records_without_anything_in_common_are_no_prior(run: Run) -> None:

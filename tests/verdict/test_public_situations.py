@@ -336,3 +336,15 @@ def test_a_log_that_breaks_off_with_nan_is_a_run_that_failed(tmp_path, arm, leng
     exit_code, content = compare(sources, "--claim", "loss:last 50%:0.1")
     assert exit_code == code and content["reasons"][0].startswith(said)
     assert "--exclude" not in " ".join(content["next"][0]["argv"]) or not np.isnan(ending) or arm == "old"
+
+
+def test_a_rate_of_divergence_counts_no_run_that_is_still_short_of_the_end(tmp_path):
+    """15 of 60 logs that stop early without NaN were 0 of 60 that diverged: PASS."""
+    for name in ("old", "new"):
+        for seed in range(60):
+            length = 20 if name == "new" and seed % 4 == 0 else STEPS
+            write_log(tmp_path / name / f"seed-{seed}" / "metrics.jsonl", {"loss": np.ones(length)})
+    sources = [str(tmp_path / "old"), str(tmp_path / "new")]
+    exit_code, content = compare(sources, "--claim", "rate of divergence:<5%")
+    assert exit_code == 5 and content["reasons"][0].startswith("steps missing: new/seed-0 ends at step 20")
+    assert "--exclude" not in json.dumps(content["next"])
