@@ -96,8 +96,8 @@ def _without_repeats(
     for record in records:
         is_repeat = any(
             record.arms == other_arms and other_seeds & {*record.seeds}
-            for other, (other_arms, other_seeds) in counted.items()
-            if other != record.experiment
+            for experiment, (other_arms, other_seeds) in counted.items()
+            if experiment != record.experiment
         )
         if not is_repeat:
             counted.setdefault(record.experiment, (record.arms, {*record.seeds}))

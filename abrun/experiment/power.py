@@ -15,7 +15,7 @@ from abrun.messages.numbers import counted
 from abrun.recipe.claims import Claim, Compare, NoisePrior, find_prior
 from abrun.runs.files import MAX_FILE_BYTES, read_regular
 from abrun.stats.equivalence import ALPHA, MIN_FOR_MISMATCH
-from abrun.stats.many_tests import VariancePrior
+from abrun.stats.many_tests import MAX_PRIOR_DOF, VariancePrior
 from abrun.stats.one_sided import (
     one_sided_pairs_needed,
     one_sided_power,
@@ -77,7 +77,8 @@ class Spread:
     @property
     def planned_sd(self) -> float:
         """Return the sd for planning: the upper 80 % bound of a measured sd, which is often too small."""
-        if self.prior and self.sigma is None:  # the sd of the next experiment is spread like the prior
+        # Few experiments, or unlike ones, leave the next sd as uncertain as their degrees of freedom say
+        if self.prior and self.sigma is None and self.prior.dof < MAX_PRIOR_DOF:
             return sd_upper_bound(self.sd_difference, self.prior.dof + 1, ASSURANCE)
         if not self.num_pairs or self.num_pairs < 2:
             return self.sd_difference

@@ -87,6 +87,9 @@ def test_the_noise_of_earlier_experiments_is_a_spread_and_degrees_of_freedom():
     planned = PowerPlan("next", compare, 5).claims[0]
     assert planned.spread and planned.spread.source == "noise of 3 earlier experiments" and planned.power
     assert planned.power.power(2) == power_at(2.0, 1.0, 2, prior_dof=4.0) > 2 * power_at(2.0, 1.0, 2)
+    few = Compare(claims=compare.claims, noise_priors=[NoisePrior(**prior, sd=1.0, dof=1.0)])
+    (unsure,) = PowerPlan("next", few, 5).claims
+    assert unsure.spread and unsure.spread.planned_sd == pytest.approx(1 / stats.chi2.ppf(0.2, 1) ** 0.5)
     designs = PowerPlan("next", compare, 3).designs
     assert designs and designs.interim[0] == 2
     no_power = PowerPlan("next", Compare(claims=compare.claims), 5).claims[0]
