@@ -47,7 +47,9 @@ def price_windows(
             hours = needed * pair_hours if needed and math.isfinite(pair_hours) else None
             values = {"sd_difference": spread.sd_difference, "pairs_needed": needed, "hours": hours}
             priced.append(PricedWindow(window=window, is_flat=is_flat, **values))
-    return sorted(priced, key=lambda row: (not row.is_flat, row.pairs_needed or math.inf, row.sd_difference))
+    cost = {row.window: (not row.is_flat, row.pairs_needed or math.inf) for row in priced}
+    # As cheap as another, the declared window stays
+    return sorted(priced, key=lambda row: (*cost[row.window], row.window != claim.window, row.sd_difference))
 
 
 def measure_pair_hours(experiment: RecordedExperiment) -> float:

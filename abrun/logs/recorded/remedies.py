@@ -54,10 +54,9 @@ def _is_grid(experiment: RecordedExperiment) -> bool:
 
 def _candidates(logs: Sequence[Log], reading: ReadingOptions) -> Iterator[tuple[Mapping[str, Any], bool]]:
     """Yield options, the likelier first, and whether only a grid of arms and seeds confirms them."""
-    if not (reading.arms_by or reading.seeds_by):
-        yield {}, False
-    yield from ((settings, False) for settings in _settings(logs, reading))
-    yield {}, False
+    by_settings = [(settings, False) for settings in _settings(logs, reading)]
+    as_they_are = [({}, False)]
+    yield from by_settings + as_they_are if reading.arms_by or reading.seeds_by else as_they_are + by_settings
     yield from (({"pattern": pattern}, True) for pattern in _patterns(logs))
     parts = [log.name for log in logs if PART_NUMBER.search(log.name)]
     last_parts = {PART_NUMBER.sub("", name): name for name in parts}
