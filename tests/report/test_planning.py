@@ -11,11 +11,11 @@ from scipy import stats
 from typer.testing import CliRunner
 
 from abrun.cli import app
-from abrun.experiment.power import Spread, assumed_spread, plan_claim_power
+from abrun.experiment.power import ClaimPower, Spread, assumed_spread, plan_claim_power
 from abrun.logs.recorded.stored import load_experiment
 from abrun.recipe.claims import Claim, Compare, NoisePrior
 from abrun.report.planning import PowerPlan, measure_spread
-from abrun.report.windows import PricedWindow, measure_pair_hours
+from abrun.report.windows import PricedWindow, measure_pair_hours, price_windows
 from abrun.stats.equivalence import equivalence_test
 from abrun.stats.power import pairs_needed, power_at, sd_of_difference, welch_dof_per_run
 from abrun.stats.sigma_margin import sigma_lower_bound
@@ -79,6 +79,18 @@ def test_windows_are_priced_and_only_flat_ones_are_proposed(simulated):
         assert priced.pairs_needed and priced.hours == priced.pairs_needed * 3.0 * 2
     wide_plan = PowerPlan("next", Compare(claims=[reward_margin(margin=9.0)]), 4, earlier=experiment)
     assert f"Cheapest that decides: window: {next(iter(wide))}" in shown(wide_plan.render())
+
+
+def test_of_windows_that_cost_the_same_the_declared_one_is_first(simulated):
+    earlier, claim = load_experiment(simulated()), reward_margin(window="last 30%")
+    power = plan_claim_power(claim, Compare(claims=[claim]), Spread(sigma=1, correlation=0, sd_difference=1))
+    sds = iter([3.0, 2.0, 1.0, 0.5])  # the declared window is asked for first
+
+    def plan(_: Claim) -> tuple[Spread, ClaimPower | None]:
+        return Spread(sigma=1.0, correlation=0.0, sd_difference=next(sds)), power
+
+    first, *others = price_windows(earlier, claim, plan, 1e9, 1.0)
+    assert first.window == "last 30%" and {row.pairs_needed for row in others} == {first.pairs_needed}
 
 
 def test_the_noise_of_earlier_experiments_is_a_spread_and_degrees_of_freedom():
