@@ -1,4 +1,4 @@
-"""Writes the results in docs/evidence.md: every recipe in recipes/evidence/, as far as it has run.
+"""Writes docs/evidence.md's results and docs/evidence/*/README.md from all recipes/evidence/ that have run.
 
 python docs/evidence.py         # from the records committed in docs/evidence/*/
 python docs/evidence.py runs    # record the judged experiments in runs/ first
@@ -39,7 +39,7 @@ from abrun.verdict.verdict_file import VerdictFile, as_json, parse_verdict_file,
 ROOT = Path(__file__).parents[1]
 RECIPES, FOLDER, PAGE = "recipes/evidence", "docs/evidence", "docs/evidence.md"
 BEGIN = "## Results\n"  # the rest of the page is generated
-RECORD, VERDICT, REFERENCE = "record.json", "verdict.json", "reference.json"
+RECORD, VERDICT, REFERENCE, DETAILS = "record.json", "verdict.json", "reference.json", "README.md"
 PUBLIC = 0o644
 NUM_COLORS = 64  # enough for lines and bands
 ROUNDING = 1e-6  # mean distance caused by float32 rounding of values near 1
@@ -138,11 +138,11 @@ def claimed(recipe: Path) -> list[tuple[str | None, str, str | None]]:
     return [(match[1], match[2], match[3]) for match in matches if match]
 
 
-def page(root: Path) -> str:
-    """Return the whole text of docs/evidence.md: its introduction as it is, and the results."""
+def pages(root: Path) -> dict[str, str]:
+    """Return {path: whole text}: docs/evidence.md, its introduction as it is, and each experiment's page."""
     introduction = (root / PAGE).read_text().partition(BEGIN)[0]
     rows: list[list[str]] = []
-    sections: list[str] = []
+    texts: dict[str, str] = {}
     missing: list[str] = []
     for recipe in recipes_of(root):
         folder = root / FOLDER / recipe.stem
@@ -151,11 +151,12 @@ def page(root: Path) -> str:
             continue
         record, content = read_json(folder / RECORD), _verdict(folder / VERDICT)
         rows += _rows(recipe, content)
-        sections.append(f"### {recipe.stem}\n\n{_section(recipe, folder, record, content)}")
+        details = f"# {recipe.stem}\n\n{_details(recipe, folder, record, content)}"
+        texts[f"{FOLDER}/{recipe.stem}/{DETAILS}"] = details
     not_run = f"Not run yet: {', '.join(missing)}.\n" if missing else ""
-    picture = f"![The interval of each claim against its margin]({FIGURE}.png)\n" if sections else ""
-    parts = [f"{introduction}{BEGIN}\n{_table(COLUMNS, rows)}", picture, not_run, *sections]
-    return "\n".join(part for part in parts if part)
+    picture = f"![The interval of each claim against its margin]({FIGURE}.png)\n" if texts else ""
+    parts = [f"{introduction}{BEGIN}\n{_table(COLUMNS, rows)}", picture, not_run]
+    return {PAGE: "\n".join(part for part in parts if part), **texts}
 
 
 def judged_claims(root: Path) -> Iterator[tuple[str, ClaimResult]]:
@@ -217,7 +218,7 @@ def _rows(recipe: Path, content: VerdictFile) -> Iterator[list[str]]:
         for number, (claim, difference) in enumerate(cells):
             first = not number
             yield [
-                f"[`{recipe.stem}`](#{recipe.stem})" if first else "",
+                f"[`{recipe.stem}`](evidence/{recipe.stem}/{DETAILS})" if first else "",
                 claim,
                 theirs if first else "",
                 difference,
@@ -230,7 +231,7 @@ def _claim_cells(claim: ClaimResult) -> list[str]:
     return [escape_markdown(text) for text in (f"{metric}, steps {steps}: {margin}", difference)]
 
 
-def _section(recipe: Path, folder: Path, record: Record, content: VerdictFile) -> str:
+def _details(recipe: Path, folder: Path, record: Record, content: VerdictFile) -> str:
     """Return an experiment's claim, answer and certainty; then its figure, controls, cost and files."""
     statement = re.split(r"(?<=[.?]) ", paragraphs(recipe)[0].removeprefix("Claim: "))[0]
     prefix = _arm_prefixes(content)
@@ -267,10 +268,10 @@ def _section(recipe: Path, folder: Path, record: Record, content: VerdictFile) -
         escape_markdown(f"- Answer: {answers}."),
         escape_markdown(f"- How sure (95 %, {len(record['seeds'])} seeds): {sure}."),
         "",
-        *[f"![Curves](evidence/{recipe.stem}/{name})" for name in images[:1]],
+        *[f"![Curves]({name})" for name in images[:1]],
         "",
         f"`{record['command']}`: {escape_markdown(', '.join(facts))}. Injected: {injected}. {open_text}"
-        f"{', '.join(f'[{file}](evidence/{recipe.stem}/{file})' for file in files)}.",
+        f"{', '.join(f'[{file}]({file})' for file in files)}.",
     ]
     if record.get("learned"):
         lines += ["", record["learned"]]
@@ -343,7 +344,7 @@ def _table(head: Sequence[str], body: Iterable[Iterable[str]]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the page; return exit code 2 if an experiment could not be recorded, with a line for each."""
+    """Write the pages; return exit code 2 if an experiment could not be recorded, with a line for each."""
     problems: list[str] = []
     for runs in map(Path, arguments):
         recipes = [
@@ -358,7 +359,8 @@ def main(arguments: Sequence[str]) -> int:
                 write_record(runs / recipe.stem, recipe, ROOT / FOLDER / recipe.stem)
             except AbrunError as error:
                 problems.append(str(error))
-    write_file(ROOT / PAGE, page(ROOT).encode(), mode=PUBLIC)
+    for path, text in pages(ROOT).items():
+        write_file(ROOT / path, text.encode(), mode=PUBLIC)
     claims = list(judged_claims(ROOT))
     if claims:
         with figure_style():

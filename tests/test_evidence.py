@@ -59,10 +59,11 @@ def run(site: Path, comment: str = "# Alike.", **scenario: Any) -> Path:
     return directory
 
 
-def page_of(generator: ModuleType, site: Path) -> str:
+def text_of(generator: ModuleType, site: Path) -> str:
+    """Both pages, the list of experiments and the experiment's own."""
     recipe = site / "recipes/evidence/demo.yaml"
     generator.write_record(site.parent / "runs/demo", recipe, site / "docs/evidence/demo")
-    return generator.page(site)
+    return "".join(generator.pages(site).values())
 
 
 RECORDS = sorted((ROOT / "docs/evidence").glob("*/record.json"))
@@ -88,13 +89,16 @@ def test_a_command_trains_the_arms_that_ran(record: Path) -> None:
         assert {key: arm_now.get(key) for key in differed} == {key: pair[1] for key, pair in differed.items()}
 
 
-def test_the_committed_page_is_what_the_committed_records_give(generator: ModuleType) -> None:
-    written = (ROOT / "docs/evidence.md").read_text()
-    assert written == generator.page(ROOT), "write it again: python docs/evidence.py"
+def test_the_committed_pages_are_what_the_committed_records_give(generator: ModuleType) -> None:
+    texts = generator.pages(ROOT)
+    written = {path: (ROOT / path).read_text() for path in texts}
+    assert written == texts, "write them again: python docs/evidence.py"
+    pages = {str(path.relative_to(ROOT)) for path in (ROOT / "docs/evidence").glob("*/README.md")}
+    assert pages == texts.keys() - {"docs/evidence.md"}
 
 
 def test_the_page_says_why_an_arm_is_not_a_match(generator: ModuleType) -> None:
-    text = generator.page(ROOT)
+    text = "".join(generator.pages(ROOT).values())
     assert "all: train/token_mult_prob_error of the first step deviates by 0.044, above 0.04" in text
     assert "is not tested: the baseline is not shown to climb" in text
 
@@ -134,21 +138,21 @@ def test_every_recipe_of_evidence_has_seeds_a_rerun_and_a_fault_to_find(generato
 def test_the_page_has_the_verdict_and_all_that_it_rests_on(generator: ModuleType, site: Path) -> None:
     comment = "# Claim: alike. Truly.\n#\n# Claimed elsewhere: identical, which would be a MATCH here."
     run(site, comment, controls=FAULTS, shift={LATE: -0.2})
-    page = page_of(generator, site)
+    page = text_of(generator, site)
     assert page.startswith("# Evidence\n\n## Results\n\n| experiment | claim |") and "old" not in page
     difference = r"\S+ \[\S+ \S+\]"
     row = (
-        rf"\| \[`demo`\]\(#demo\) \| train/reward, steps \d+-\d+: ±0\.02 \| identical \| {difference} "
-        r"\| MATCH, as claimed \|"
+        r"\| \[`demo`\]\(evidence/demo/README.md\) \| train/reward, steps \d+-\d+: ±0\.02 \| identical "
+        rf"\| {difference} \| MATCH, as claimed \|"
     )
     assert re.search(f"^{row}$", page, re.M)
     for part in (
-        "### demo\n\n- Claim: Alike.\n- Answer: MATCH, as claimed.\n",
+        "# demo\n\n- Claim: Alike.\n- Answer: MATCH, as claimed.\n",
         "- How sure (95 %, 5 seeds): train/reward, steps 33-40, differs by less than ",
         "Injected: `misgrouped`, MATCH (nothing); `late_half_batch`, MISMATCH (claim: train/reward).",
         "0.55 GPU hours, 22 runs, NVIDIA H200, torch 2.11.0, Python 3.11.9, "  # of 90 s each
         "2001-09-09 01:46 to 01:48 UTC.",
-        "[verdict.json](evidence/demo/verdict.json), [reference.json](evidence/demo/reference.json)",
+        "[verdict.json](verdict.json), [reference.json](reference.json)",
     ):
         assert part in page, part
 
@@ -161,12 +165,12 @@ def test_what_is_committed_is_enough_and_small_and_names_no_host(generator: Modu
     noise = np.random.default_rng(0).integers(256, size=(300, 400), dtype=np.uint8)  # hard to compress
     for name in ("claims.png", "train-reward.png"):
         Image.fromarray(noise).save(directory / "report" / name)
-    page = page_of(generator, site)
+    page = text_of(generator, site)
     shutil.rmtree(site.parent / "runs")
-    assert generator.page(site) == page
+    assert "".join(generator.pages(site).values()) == page
     files = {path.name: path.read_bytes() for path in (site / "docs/evidence/demo").iterdir()}
     assert set(files) == {"record.json", "verdict.json", "reference.json", "train-reward.png"}
-    assert all(f"(evidence/demo/{name})" in page for name in files.keys() - {"record.json"})
+    assert all(f"({name})" in page for name in files.keys() - {"record.json"})
     assert all(len(content) < 150_000 and b"node-" not in content for content in files.values())
 
 
@@ -175,7 +179,7 @@ def test_what_was_run_otherwise_than_written_is_in_its_command(generator: Module
     recipe = site / "recipes/evidence/demo.yaml"
     text = recipe.read_text().replace("steps: 40", "steps: 50")
     recipe.write_text(text.replace("/somewhere/SmolLM2", "name/of-a-hub"))
-    page_of(generator, site)
+    text_of(generator, site)
     record = json.loads((site / "docs/evidence/demo/record.json").read_text())
     expected = "abrun launch recipes/evidence/demo.yaml --set steps=40 --set model.path=FOLDER"
     assert record["command"] == expected
@@ -185,11 +189,11 @@ def test_what_was_run_otherwise_than_written_is_in_its_command(generator: Module
 
 def test_an_unfinished_experiment_is_shown_and_freezes_nothing(generator: ModuleType, site: Path) -> None:
     directory = run(site)
-    page_of(generator, site)  # with a reference
+    text_of(generator, site)  # with a reference
     (directory / "baseline/seed-2/result.json").unlink()
     write(directory / "baseline/seed-2/attempts/0001.json", {"status": "failed", "message": "out of memory"})
     compare(load_experiment(directory), output=directory / "report", formats=("json",))
-    page = page_of(generator, site)
+    page = text_of(generator, site)
     assert " | INVALID |\n" in page and " GPU hours, 11 of 12 runs, " in page
     assert "No reference: baseline/seed-2 " in page and "reference.json" not in page
     assert not (site / "docs/evidence/demo/reference.json").exists()
@@ -209,7 +213,7 @@ def test_a_recipe_without_a_run_is_listed_and_bad_input_is_one_line(
         assert generator.main([str(folder)]) == 2
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) == 1 and message in lines[0]
-    assert "\n### other\n" in (site / "docs/evidence.md").read_text()  # it was judged
+    assert (site / "docs/evidence/other/README.md").read_text().startswith("# other\n")  # it was judged
 
 
 def test_the_arms_that_are_no_declared_pair_are_bounded_by_their_intervals() -> None:
