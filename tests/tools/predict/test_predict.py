@@ -4,6 +4,7 @@ import io
 import json
 import re
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -316,33 +317,60 @@ def test_a_dry_run_leaves_no_arm_out(snapshot: Snapshot) -> None:
     assert all("it trains on CPU cores" in line for line in describe_predicted_memory(on_cores, 80 * GIB))
 
 
+SERVER = """
+import os, sys
+from importlib.machinery import ModuleSpec
+from unittest.mock import MagicMock
+
+class Hollow:
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith(("torch", "abrun.trainer", "abrun.tools.predict.fake_device")):
+            return ModuleSpec(name, self, is_package=True)
+    def create_module(self, spec):
+        return MagicMock(__path__=[])
+    def exec_module(self, module):
+        pass
+
+sys.meta_path.insert(0, Hollow())
+from abrun.tools.predict import trace
+trace.answer = lambda directory: ANSWER
+trace.run_to_end(trace.main)
+"""
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
+    """Has the process that forks answer by an expression, without the seconds of importing the trainer."""
+    monkeypatch.setattr(probes, "TRACE", "hollow_server")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    script = tmp_path / "hollow_server.py"
+    return lambda answer: script.write_text(SERVER.replace("ANSWER", answer)) and None
+
+
 def test_a_dry_run_without_the_model_is_still_a_plan(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, snapshot: Snapshot
+    monkeypatch: pytest.MonkeyPatch, serve: Callable[[str], None], snapshot: Snapshot
 ) -> None:
     """A hub's model where there is no network: said in one line, with what to do. A crash is none."""
     monkeypatch.setattr(probes, "hub_refusal", lambda name: None)  # only its trainer can tell
     why = "model.path: got 'nobody/nothing': no network; give a folder"
     line = json.dumps(encode_reasons(Code.FOREIGN_TEXT(text=why)))
-    script = tmp_path / "refusing.py"
-    monkeypatch.setattr(probes, "TRACE", "refusing")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     recipe = load_recipe(RECIPE, ["model={path: nobody/nothing}", "cluster.gpus_per_node=1"])
-    begin = "from abrun.tools.predict import trace\n"
-    answers = f"trace.answer = lambda _: print({line!r}) or 2\ntrace.run_to_end(trace.main)\n"
-    script.write_text(begin + answers)
+    serve(f"print({line!r}) or 2")
     (said,) = describe_predicted_memory(recipe, 80 * GIB)
     snapshot(said)
-    raises, dies = (begin + answers.replace(f"print({line!r}) or 2", one) for one in ("1 / 0", "os.abort()"))
-    for cause in ("raise ValueError\n", raises, "import os\n" + dies):
-        script.write_text(cause)
+    for crash in ("0\n1 / 0", "1 / 0", "os.abort()"):  # of the process that forks, and of its forks
+        serve(crash)
         with pytest.raises(LaunchError) as refusal:
             describe_predicted_memory(recipe, 80 * GIB)
         assert refusal.value.code is Code.PROBE_FAILED
 
 
-def test_a_process_that_was_killed_between_questions_is_started_again(tmp_path: Path) -> None:
+def test_a_process_that_was_killed_between_questions_is_started_again(
+    tmp_path: Path, serve: Callable[[str], None]
+) -> None:
     config: Any = load_recipe(RECIPE).run_config("baseline")
+    serve("trace.open_row_writer(directory).write({'longest': 7}) or 0")
     with probes.TracingProcesses(tmp_path) as processes:
         answers = []
         for question in ("first", "second"):
@@ -350,7 +378,7 @@ def test_a_process_that_was_killed_between_questions_is_started_again(tmp_path: 
             for process, _ in processes._servers.values():
                 process.kill()
                 process.wait()
-    assert answers[0] == answers[1] != []
+    assert answers == [[{"longest": 7}]] * 2
 
 
 def test_a_model_that_is_not_here_is_not_asked_for_by_a_process(

@@ -188,12 +188,14 @@ def assert_train_as_the_oracle(
     ],
     ids=["ppo", "kl in reward", "kl in reward_to_go"],
 )
-def test_a_step_whose_rows_are_all_filtered_trains_nothing(algorithm: dict[str, Any], tmp_path: Path) -> None:
+def test_a_step_whose_rows_are_all_filtered_trains_nothing(
+    algorithm: dict[str, Any], tmp_path: Path, group: None
+) -> None:
     made = network("qwen2", num_hidden_layers=2)
     made.save_pretrained(tmp_path)
     row = Row(prompt=[3, 4], completion=[6, END], inference=[-1.0, -2.0], merge_counts=False)
     settings = {"policy": {}, "algorithm": algorithm, "rollout": {"max_new_tokens": 2}}
-    found = run_ranks(steps_on_ranks, 1, tmp_path, settings, [[row] * 8], 0)[0]
+    found = steps_on_ranks(0, 1, tmp_path, settings, [[row] * 8], 0)
     assert found["metrics"][0]["train/grad_norm"] == found["metrics"][0]["train/loss"] == 0
     start = weights_of(made)
     assert all(torch.equal(weight, start[key]) for key, weight in found["weights"].items())

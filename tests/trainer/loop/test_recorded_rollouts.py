@@ -371,7 +371,7 @@ ALGORITHMS = {
 }
 
 
-QUICK = ("dynamic sampling", "ppo", "several updates")
+QUICK = ("dynamic sampling", "ppo")
 
 
 @pytest.mark.parametrize(
