@@ -145,9 +145,15 @@ class Bisection:
         self_test = self._test(AGAIN, launch, say)
         if self_test.answer == "skipped":
             raise EndpointError(f"good against itself ({self.candidates[0].title}): {self_test.reason}")
-        result = None
-        if self_test.answer == "good":
-            result = search(self.design, lambda index: self._test_candidate(index, launch, say).answer)
+
+        def test(index: int) -> Answer:
+            candidate = self.candidates[index]
+            candidate_test = self._test(candidate.arm, launch, say)
+            if candidate_test.answer == "skipped" and index == self.design.num_candidates:
+                raise EndpointError(f"bad ({candidate.title}): {candidate_test.reason}")
+            return candidate_test.answer
+
+        result = search(self.design, test) if self_test.answer == "good" else None
         sentence, exit_code = self._conclusion(self_test, result)
         outcome = BisectionOutcome(tests=self._tests, search=result, sentence=sentence, exit_code=exit_code)
         self._write(outcome)
@@ -157,13 +163,6 @@ class Bisection:
         """Remove the checkouts and environments, but not the runs."""
         for candidate in self.candidates:
             self._environments.remove(candidate)
-
-    def _test_candidate(self, index: int, launch: Launch, say: Callable[[str], None]) -> CandidateTest:
-        candidate = self.candidates[index]
-        test = self._test(candidate.arm, launch, say)
-        if test.answer == "skipped" and index == self.design.num_candidates:
-            raise EndpointError(f"bad ({candidate.title}): {test.reason}")
-        return test
 
     def _test(self, arm: str, launch: Launch, say: Callable[[str], None]) -> CandidateTest:
         test = self._judge_at_analyses(arm, launch)
@@ -225,28 +224,27 @@ class Bisection:
         names = [_counterpart(arm, seed) for seed in seeds]
         endpoint = arm in (AGAIN, self.candidates[-1].arm)
         states = self._states([*good_runs, *names])
-        failed = [name for name in names if states[name] == "failed" and self._ended_by_itself(name)]
-        if failed and not endpoint:  # in an earlier call; a launch itself retries (limits.retries)
-            return self._failure(failed[0])
+        for name in names if not endpoint else ():
+            # Failed by itself, not with its launcher, in an earlier call; a launch retries (limits.retries)
+            if states[name] == "failed" and read_run_state(self._dir, name).ending is not None:
+                return self._failure(name)
+
         missing = [name for name, state in states.items() if state != "finished"]
-        if missing:
-            problem = self._prepare(arm)
-            if problem:
-                return problem
-            stopped = launch(self._plan([*good_runs, *names]), missing)
-            self._write(None)
-            if stopped:
-                raise StoppedError(stopped)
-            states = self._states([*good_runs, *names])
-            failed = [name for name, state in states.items() if state != "finished"]
-            failed_good_runs = [name for name in failed if name.arm == BASELINE]
-            if failed_good_runs:
-                raise EndpointError(
-                    f"good ({self.candidates[0].title}): {self._failure(failed_good_runs[0])}"
-                )
-            if failed:
-                return self._failure(failed[0])
-        return None
+        if not missing:
+            return None
+        if problem := self._prepare(arm):
+            return problem
+
+        stopped = launch(self._plan([*good_runs, *names]), missing)
+        self._write(None)
+        if stopped:
+            raise StoppedError(stopped)
+        states = self._states([*good_runs, *names])
+        failed = [name for name, state in states.items() if state != "finished"]
+        for name in failed:
+            if name.arm == BASELINE:
+                raise EndpointError(f"good ({self.candidates[0].title}): {self._failure(name)}")
+        return self._failure(failed[0]) if failed else None
 
     def _prepare(self, arm: str) -> str | None:
         """Set up the environments of an arm and of the good candidate; return why the arm's failed, or None.
@@ -301,10 +299,6 @@ class Bisection:
         return {
             name: read_run_state(self._dir, name).status if name in planned else "missing" for name in names
         }
-
-    def _ended_by_itself(self, name: RunName) -> bool:
-        """Return True if the run failed by itself rather than with its launcher."""
-        return read_run_state(self._dir, name).ending is not None
 
     def _failure(self, name: RunName) -> str:
         state = read_run_state(self._dir, name)

@@ -23,6 +23,7 @@ FOLDER = ".environments"  # in the runs directory; not a valid name of an experi
 MADE, LOG = "made.json", "setup.log"
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "PYTHONPYCACHEPREFIX")
 VENV = ("-I", "-m", "venv")  # -I: ignores modules of the working directory
+CALLERS_PYTHON = ("PYTHONPATH", "PYTHONHOME")  # variables that a set-up does not get
 MAX_TAIL = 300
 
 
@@ -63,12 +64,21 @@ class Environments:
             self._clear(candidate)
             log = folder / LOG
             log.unlink(missing_ok=True)
-            if candidate.commit:
+            if self.repo and candidate.commit:
+                git_env = git_environment(self.repo)
+                if git_env is None:
+                    raise SetupError(
+                        f"--repo: got {self.repo}, whose configuration git (2.31 or newer) cannot read"
+                    )
                 add = ["worktree", "add", "--force", "--detach", str(folder / "checkout"), candidate.commit]
-                self._run_git(add, log)
+                _run([*GIT, "-C", str(self.repo), *add], log, None, git_env)
+
             if self._has_venv(candidate):
                 _run([self.python, *VENV, str(folder / "venv")], log, None, None)
-                directory, env = self._setup_context(candidate)
+                directory = folder / "checkout" if candidate.commit else Path.cwd()
+                env = {key: value for key, value in os.environ.items() if key not in CALLERS_PYTHON}
+                env["VIRTUAL_ENV"] = str(folder / "venv")
+                env["PATH"] = f"{folder / 'venv' / 'bin'}:{env.get('PATH', '')}"
                 if self.setup:
                     _run(["sh", "-c", self.setup], log, directory, env)
                 if candidate.requirement:
@@ -92,22 +102,6 @@ class Environments:
             git_output(self.repo, "worktree", "remove", "--force", "--force", str(folder / "checkout"))
         for name in ("checkout", "venv", "caches"):
             shutil.rmtree(folder / name, ignore_errors=True)
-
-    def _run_git(self, arguments: list[str], log: Path) -> None:
-        environment = git_environment(self.repo) if self.repo else None
-        if environment is None:
-            raise SetupError(f"--repo: got {self.repo}, whose configuration git (2.31 or newer) cannot read")
-        _run([*GIT, "-C", str(self.repo), *arguments], log, None, environment)
-
-    def _setup_context(self, candidate: Candidate) -> tuple[Path, dict[str, str]]:
-        """Return the set-up command's directory and variables, without the caller's Python packages."""
-        folder = self._folder(candidate)
-        env = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
-        env |= {
-            "VIRTUAL_ENV": str(folder / "venv"),
-            "PATH": f"{folder / 'venv' / 'bin'}:{env.get('PATH', '')}",
-        }
-        return (folder / "checkout" if candidate.commit else Path.cwd()), env
 
     def _has_venv(self, candidate: Candidate) -> bool:
         return bool(self.setup or candidate.requirement)
