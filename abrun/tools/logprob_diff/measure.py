@@ -96,7 +96,9 @@ def record(
     """
     setup = make_setup(config, job["seed"], RunDir(Path(job["run"])).initial_weights, device)
     try:
-        step = _load(job["checkpoint"], setup)
+        step = 0
+        if checkpoint := job["checkpoint"]:
+            step = start_from(checkpoint, setup.learner, setup.ranks, config.steps, field="--step").step
         _save(setup, folder / BEFORE)
         values = make_algorithm(setup).step(step + 1)
         _save(setup, folder / NOW)
@@ -133,13 +135,6 @@ def record(
         "num_sequences_sampled": len(prompts),
         "worst": _worst_tokens(batch, trainer_scores["logprobs"], setup.data.text),
     }
-
-
-def _load(checkpoint: str | None, setup: RunSetup) -> int:
-    """Load the checkpoint, and return the step after which the run continues."""
-    if checkpoint is None:
-        return 0
-    return start_from(checkpoint, setup.learner, setup.ranks, setup.config.steps, field="--step").step
 
 
 def _save(setup: RunSetup, folder: Path) -> None:
@@ -200,7 +195,11 @@ class RecordedRollouts:
         text = load_text(config.model, weights=weights)
         if decodes:
             engine = TorchEngine(config.rollout, policy, text)
-            logprobs = engine.score(*self._prompts_and_completions(), self._support())
+            support = None  # of each completion, if filters were on
+            if batch.support is not None:
+                rows = zip(batch.support, batch.token_mask, strict=True)
+                support = [row_support[mask] for row_support, mask in rows]
+            logprobs = engine.score(*self._prompts_and_completions(), support)
         else:
             logprobs = self._score_with_vllm(config, policy, text)
         return {"logprobs": torch.tensor([value for row in logprobs for value in row])}
@@ -210,13 +209,6 @@ class RecordedRollouts:
         starts, ends = mask.int().argmax(dim=1).tolist(), (mask.cumsum(dim=1).argmax(dim=1) + 1).tolist()
         rows = list(zip(self.batch.token_ids.tolist(), starts, ends, strict=True))
         return [row[:start] for row, start, _ in rows], [row[start:end] for row, start, end in rows]
-
-    def _support(self) -> list[Tensor] | None:
-        """Return the recorded support of each completion; None without filters."""
-        support = self.batch.support
-        if support is None:
-            return None
-        return [row_support[mask] for row_support, mask in zip(support, self.batch.token_mask, strict=True)]
 
     def _score_with_vllm(self, config: OwnRunConfig, policy: Backend, text: Text) -> list[list[float]]:
         from abrun.trainer.rollout.vllm.instance import VllmInstance

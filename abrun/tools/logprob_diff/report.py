@@ -8,7 +8,7 @@ from rich.text import Text
 
 from abrun.report.present.tables import Table, columns
 from abrun.tools.logprob_diff.budget import ClusteredMean
-from abrun.tools.logprob_diff.findings import Budget, ChangeResult
+from abrun.tools.logprob_diff.findings import Budget
 
 METRIC = "token_mult_prob_error"
 CHANGES = ("one thing changed", "error then", "lower by [95 %]", "log-probs moved by", "largest")
@@ -71,11 +71,8 @@ def _headlines(budget: Budget) -> Iterator[str]:
         )
     for row in budget.floor:
         if row.moves:
-            yield f"noise floor, trainer against {_floor_name(row)}: {_interval(row.moves, error_text)}"
-
-
-def _floor_name(row: ChangeResult) -> str:
-    return "float32 of the same weights" if row.key == "float32" else row.label
+            label = "float32 of the same weights" if row.key == "float32" else row.label
+            yield f"noise floor, trainer against {label}: {_interval(row.moves, error_text)}"
 
 
 def _notes(budget: Budget) -> Iterator[str]:

@@ -183,11 +183,11 @@ def _engines(config: OwnRunConfig) -> Iterator[Variation]:
         scoring=Scoring(method="decode", config=with_changes(config, {"rollout": TORCH})),
     )
     refusal = vllm_refusal(on_gpu=on_gpu)
+    if refusal is None and (config.rollout.temperature != 1 or config.rollout.filters.drop_tokens):
+        refusal = "vLLM scores given tokens only at temperature 1 and without filters"
     for invariant in (False, True):
-        if invariant and not on_gpu:
-            reason = "vLLM has batch-invariant kernels only for GPUs"
-        else:
-            reason = refusal or _unscorable(config)
+        no_kernels = "vLLM has batch-invariant kernels only for GPUs" if invariant and not on_gpu else None
+        reason = no_kernels or refusal
         rollout = {"engine": "vllm", "batch_invariant": invariant}
         is_control = (engine, config.rollout.batch_invariant) == ("vllm", invariant)
         yield Variation(
@@ -199,13 +199,6 @@ def _engines(config: OwnRunConfig) -> Iterator[Variation]:
             else Scoring(method="vllm", config=with_changes(config, {"rollout": rollout})),
             reason=reason,
         )
-
-
-def _unscorable(config: OwnRunConfig) -> str | None:
-    rollout = config.rollout
-    if rollout.temperature == 1 and not rollout.filters.drop_tokens:
-        return None
-    return "vLLM scores given tokens only at temperature 1 and without filters"
 
 
 def _sampling(config: OwnRunConfig) -> Iterator[Variation]:

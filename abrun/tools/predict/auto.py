@@ -38,8 +38,8 @@ from abrun.tools.predict.peaks import (
     MAX_ERROR,
     PeakPrediction,
     ask_step,
+    make_prediction,
     query_gpus,
-    read_prediction,
     resolve_device_memory,
 )
 from abrun.tools.predict.probes import Probe, ProbePool, ask_longest, ask_measured
@@ -213,25 +213,6 @@ class Trial:
         }
 
 
-def choose_candidate(
-    groups: Sequence[Sequence[Values]],
-    fits: Callable[[Values], bool],
-    is_predicted_to_fit: Callable[[Values], bool],
-) -> Values | None:
-    """Return the first candidate that fits, or None. `groups` are in order of preference.
-
-    The last candidate of a group needs the least memory. If it does not fit, the rest is skipped.
-    """
-    for group in groups:
-        if fits(group[0]):
-            return group[0]
-        if len(group) > 1 and is_predicted_to_fit(group[-1]):
-            for values in group[1:]:
-                if fits(values):
-                    return values
-    return None
-
-
 class CandidateSearch:
     """Search over groups of candidates. `measured_gpus`: descriptions of the GPUs that measure a step, or
     None if no step is measured. `longest`: answers about the longest sequence, by arm.
@@ -254,22 +235,28 @@ class CandidateSearch:
     def run(self) -> list[Trial]:
         """Return the trials that led to the decision, in order; the last one is the choice.
 
-        Without a candidate that fits this is the one with the least memory; measured if possible. Raises
+        Without a candidate that fits this is the one with the least memory, measured if possible. Raises
         LaunchError or NotMeasured.
         """
         choice = self._decide()
         return [*(trial for trial in self._tried.values() if trial is not choice), choice]
 
     def _decide(self) -> Trial:
-        values = choose_candidate(self._groups, self._fits, lambda values: self._predict(values).fits)
-        if values is not None:
-            return self._tried[format_values(values)]
+        """Return the first candidate that fits, in order of preference, or the one with the least memory."""
+        for first, *others in self._groups:
+            if (trial := self._try(first)).fits:
+                return trial
+            # A group's last candidate needs the least memory: if it does not fit, no other does.
+            for values in others if others and self._predict(others[-1]).fits else ():
+                if (trial := self._try(values)).fits:
+                    return trial
         smallest = self._predict(self._groups[-1][-1])
         return smallest if self._gpus is None or smallest.is_hopeless else self._measure(smallest)
 
-    def _fits(self, values: Values) -> bool:
+    def _try(self, values: Values) -> Trial:
+        """Return a candidate's trial, measured if it is predicted to fit and can be."""
         trial = self._predict(values)
-        return self._measure(trial).fits if trial.fits and self._gpus is not None else trial.fits
+        return self._measure(trial) if trial.fits and self._gpus is not None else trial
 
     def _predict(self, values: Values) -> Trial:
         if (name := format_values(values)) not in self._tried:
@@ -278,7 +265,7 @@ class CandidateSearch:
             if not all(future.done() for future in futures):
                 self._start_others()
             predictions = [
-                read_prediction(probe, future.result(), self._device_bytes)
+                make_prediction(probe.arm, probe.config, future.result(), self._device_bytes)
                 for probe, future in zip(probes, futures, strict=True)
             ]
             self._tried[name] = Trial(

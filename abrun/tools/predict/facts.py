@@ -52,8 +52,11 @@ def make_key(kind: str, config: OwnRunConfig, job: Mapping[str, Any], *surroundi
     `kind`: the question. `job`: its other settings, such as sizes. `surroundings`: what else decides, such as
     the GPUs.
     """
+    without_effect = tuple(f"{name}." for name in NO_MEMORY_KEYS)  # with what is in them
     settings = {
-        key: value for key, value in dotted(config.model_dump(mode="json")).items() if _has_effect(key)
+        key: value
+        for key, value in dotted(config.model_dump(mode="json")).items()
+        if not f"{key}.".startswith(without_effect)
     }
     content = {
         "kind": kind,
@@ -98,10 +101,6 @@ def without_section(config: OwnRunConfig, section: str) -> OwnRunConfig:
     """Return a configuration with the defaults of a section, for answers that do not depend on it."""
     tree = nested(dotted(config.model_dump()))
     return OwnRunConfig.model_validate({key: value for key, value in tree.items() if key != section})
-
-
-def _has_effect(key: str) -> bool:
-    return not any(key == name or key.startswith(f"{name}.") for name in NO_MEMORY_KEYS)
 
 
 def _digest(answer: Answer, day: str) -> str:

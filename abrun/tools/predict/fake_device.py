@@ -345,6 +345,7 @@ def fake_gpu(num_ranks: int, master_dtype: torch.dtype = torch.float32) -> Itera
 
 def _make_patches(allocations: AllocationTracker, master_dtype: torch.dtype) -> Iterator[Any]:
     """Yield the patches that let a training step run on the fake GPU."""
+    make_policy: Any = MixedPrecisionPolicy
     for tensor_type in (FakeTensor, FunctionalTensor):
         yield patch.object(tensor_type, "is_cuda", property(lambda _: True), create=True)
     yield patch.object(FakeTensor, "data_ptr", lambda _: 0)
@@ -355,7 +356,7 @@ def _make_patches(allocations: AllocationTracker, master_dtype: torch.dtype) -> 
     yield patch("abrun.trainer.backends.attention.measure_stream_deviation", lambda *_, **__: None)
     yield patch(
         "abrun.trainer.backends.dtensor.fsdp.MixedPrecisionPolicy",
-        _make_policy_with_reduce_dtype(master_dtype),
+        lambda **settings: make_policy(**settings | {"reduce_dtype": master_dtype}),
     )
     yield patch("torch.compile", partition_layer)
     yield patch.object(
@@ -384,12 +385,6 @@ def make_fake_network(model: Model, *, dtype: torch.dtype = torch.float32, **_: 
     network.checkpoint = EmptyCheckpoint()
     network.decodes_in_place = False
     return network
-
-
-def _make_policy_with_reduce_dtype(dtype: torch.dtype) -> Callable[..., MixedPrecisionPolicy]:
-    """Return a factory of FSDP policies that reduce gradients in `dtype`."""
-    make_policy: Any = MixedPrecisionPolicy
-    return lambda **settings: make_policy(**settings | {"reduce_dtype": dtype})
 
 
 class EmptyCheckpoint:

@@ -168,7 +168,7 @@ def predict_recipe(plan: SweepPlan, output: Path, *, device_bytes: int | None = 
             "; ".join(f"{', '.join(arms)}: {reason}" for reason, arms in arms_by_reason.items())
         )
     peaks = [
-        _make_prediction(arm, config, row, device_bytes, swept=batch[0].swept)
+        make_prediction(arm, config, row, device_bytes, swept=batch[0].swept)
         for batch in batches
         for length_index in range(len(plan.lengths))
         for (cell_batch, arm, config), rows in zip(cells, traces, strict=True)
@@ -203,7 +203,7 @@ def predict_steps(configs: Mapping[str, OwnRunConfig], device_bytes: int) -> lis
             for (arm, config), longest in zip(configs.items(), lengths, strict=True)
         ]
         return [
-            read_prediction(probe, row, device_bytes)
+            make_prediction(probe.arm, probe.config, row, device_bytes)
             for probe, row in zip(probes, pool.answer_all(probes), strict=True)
         ]
 
@@ -212,11 +212,6 @@ def ask_step(arm: str, config: OwnRunConfig, longest: Answer) -> Probe:
     """Return the probe for a run's predicted peaks; `longest` answers `ask_longest`."""
     num_sequences, length = largest_microbatch(config, longest["longest"], longest["max_positions"])
     return ask_predicted(arm, config, length, num_sequences)
-
-
-def read_prediction(probe: Probe, row: Answer, device_bytes: int) -> PeakPrediction:
-    """Return the prediction in a probe's answer."""
-    return _make_prediction(probe.arm, probe.config, row, device_bytes)
 
 
 def _run_traces(
@@ -344,7 +339,7 @@ def query_gpus(fields: str) -> list[str]:
     return [line.strip() for line in output.splitlines() if line.strip()]
 
 
-def _make_prediction(
+def make_prediction(
     arm: str,
     config: OwnRunConfig,
     row: Answer,
@@ -352,6 +347,7 @@ def _make_prediction(
     *,
     swept: tuple[tuple[str, Any], ...] = (),
 ) -> PeakPrediction:
+    """Return the prediction in a row of `abrun.tools.predict.trace`."""
     memory_share, engine_bytes, vllm = config.rollout.gpu_memory_utilization, None, row["vllm"]
     if config.samples_completions and vllm and device_bytes:
         if memory_share or vllm["cache"] is None or vllm["cache"] > MAX_SMALL_CACHE_SHARE * device_bytes:

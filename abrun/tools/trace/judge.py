@@ -162,7 +162,7 @@ def standardise(
     """Return the arm's errors in units of the replicas' mean errors, and the limit of the largest of them."""
     others = (spread.sum(axis=0) - spread) / (len(spread) - 1)
     limit = float(_ratios(spread, others).max(initial=0.0))
-    return _largest(errors, spread.mean(axis=0)), limit
+    return _ratios(errors, spread.mean(axis=0)).max(axis=-1), limit
 
 
 def _check_comparable(baseline: Capture, treatment: Capture) -> None:
@@ -173,11 +173,6 @@ def _check_comparable(baseline: Capture, treatment: Capture) -> None:
                 f"{treatment.folder}: captured of {fact} {second}, but {baseline.folder} of {first}; capture "
                 "both arms again"
             )
-
-
-def _largest(errors: np.ndarray, scale: np.ndarray) -> np.ndarray:  # [tensors, measures] -> [tensors]
-    """Return the larger of both measures over their scale."""
-    return _ratios(errors, scale).max(axis=-1)
 
 
 def _ratios(errors: np.ndarray, scale: np.ndarray) -> np.ndarray:

@@ -153,7 +153,8 @@ class Tracer:
         setup = self._setup
         load_saved(sorted(recorded.glob("state-*.safetensors")), setup.learner, setup.ranks)
         if (recorded / COMPLETIONS).exists():
-            replay_with(setup.sampler, Recording.read(recorded))
+            recording = Recording.read(recorded)
+            setup.sampler._make_engine = lambda: RecordedEngine(recording, None)
         self._inputs = LossInputs.read(recorded)
         self._capture(make_algorithm(setup), self._arm, None)
 
@@ -201,7 +202,7 @@ def gather_capture(
 
     `weight_shapes` has every trained parameter, also one without a gradient, which counts as 0.
     """
-    parts = folder / PARTS
+    parts, policy = folder / PARTS, config.policy
     if ranks.is_first:
         shutil.rmtree(parts, ignore_errors=True)
         parts.mkdir(parents=True)
@@ -215,25 +216,22 @@ def gather_capture(
         parameters = _merge_parameters(parts, weight_shapes)
         capture = write_capture(
             folder,
-            list(_in_order(states, parameters, record, config.policy.dtype)),
+            list(_in_order(states, parameters, record, policy.dtype)),
             step=step,
             model=model,
-            layout={"ranks": ranks.size, **_layout(config)},
-            dtype=config.policy.dtype,
+            layout={
+                "ranks": ranks.size,
+                **policy.backend.model_dump(mode="json"),
+                "packing": policy.packing,
+                "logprobs": policy.logprobs.model_dump(mode="json"),
+            },
+            dtype=policy.dtype,
             perturbation=perturbation,
             step_time_s=seconds,
         )
         shutil.rmtree(parts)
     ranks.barrier()
     return capture
-
-
-def _layout(config: OwnRunConfig) -> dict[str, Any]:
-    policy = config.policy
-    return policy.backend.model_dump(mode="json") | {
-        "packing": policy.packing,
-        "logprobs": policy.logprobs.model_dump(mode="json"),
-    }
 
 
 def _write_part(parts: Path, record: StepRecord, ranks: Ranks) -> None:
@@ -365,22 +363,24 @@ class Recording:
 
     def completions(self, prompts: list[list[int]], draws: Draws) -> list[Completion]:
         """Return the recorded completions. Raises RecipeError if there are none for these prompts."""
-        return [self._completion(str(row), prompt) for row, prompt in zip(draws.rows, prompts, strict=True)]
-
-    def _completion(self, key: str, prompt: list[int]) -> Completion:
-        row = self._rows.get(key)
-        if row is None or row["prompt"] != prompt:
-            raise RecipeError(
-                f"step {self.step}: this arm trains on other prompts than the baseline recorded; trace arms "
-                "with the same task, seed, prompts_per_step and group_size"
+        completions = []
+        for number, prompt in zip(draws.rows, prompts, strict=True):
+            row = self._rows.get(str(number))
+            if row is None or row["prompt"] != prompt:
+                raise RecipeError(
+                    f"step {self.step}: this arm trains on other prompts than the baseline recorded; trace "
+                    "arms with the same task, seed, prompts_per_step and group_size"
+                )
+            support = row["support"]
+            completions.append(
+                Completion(
+                    token_ids=row["token_ids"],
+                    logprobs=row["logprobs"],
+                    support=None if support is None else torch.tensor(support, dtype=torch.uint8),
+                    truncated=row["truncated"],
+                )
             )
-        support = row["support"]
-        return Completion(
-            token_ids=row["token_ids"],
-            logprobs=row["logprobs"],
-            support=None if support is None else torch.tensor(support, dtype=torch.uint8),
-            truncated=row["truncated"],
-        )
+        return completions
 
     def write(self, folder: Path, ranks: Ranks) -> None:
         """Write the completions of all ranks. Collective."""
@@ -444,11 +444,6 @@ def record_with(sampler: Sampler, recording: Recording) -> list[RecordedEngine]:
 
     sampler._make_engine = make
     return engines
-
-
-def replay_with(sampler: Sampler, recording: Recording) -> None:
-    """Let a sampler replay a recorded step instead of sampling it."""
-    sampler._make_engine = lambda: RecordedEngine(recording, None)
 
 
 if __name__ == "__main__":

@@ -279,9 +279,16 @@ class StepObserver:
 
     def _make_hook(self, traced: TracedModule) -> Callable[..., None]:
         def hook(module: Any, inputs: Any, output: Any) -> None:
-            if self._is_forward:
-                with torch.no_grad():
-                    self._note(traced.name, self._to_rows(traced.full_states(output, self._length)))
+            if not self._is_forward:
+                return
+            microbatch, packing = self._microbatches[self._current][0]
+            with torch.no_grad():
+                if packing is None:
+                    rows = traced.full_states(output, microbatch.token_ids.shape[1])
+                else:  # [1, local tokens, F] -> [b, s, F]
+                    stream = packing.to_full(traced.full_states(output, packing.num_local_tokens))
+                    rows = packing.unpack_with_prompts(stream)
+                self._note(traced.name, rows)
 
         return hook
 
@@ -302,16 +309,6 @@ class StepObserver:
                 return None if self._replica is None else self._perturbed_output(output, name)
 
             part.register_forward_hook(hook)
-
-    @property
-    def _length(self) -> int:
-        microbatch, _ = self._microbatches[self._current]
-        batch, packing = microbatch
-        return packing.num_local_tokens if packing else batch.token_ids.shape[1]
-
-    def _to_rows(self, states: Tensor) -> Tensor:  # [b, s, F] or [1, local tokens, F] -> [b, s, F]
-        packing = self._microbatches[self._current][0].packing
-        return packing.unpack_with_prompts(packing.to_full(states)) if packing else states
 
     def _perturbed_output(self, output: Any, name: str) -> Any:
         """Return a module's output with states moved by one ULP, whose gradient will be moved by one as well.
@@ -424,16 +421,12 @@ class StepObserver:
             after = stepped.parameter.detach().float().cpu() if stepped.after is None else stepped.after
             for kind, tensor in (("gradient", stepped.gradient * scale), ("update", after - stepped.before)):
                 spec = specs[key]
-                pieces = tuple((_name(kind, name), piece) for name, piece in spec.pieces)
+                # `kind/NAME` for `optimizer/exp_avg/NAME`, which the value model's prefix may precede
+                names = (f"{kind}/{name.replace(MOMENT, '', 1)}" for name, _ in spec.pieces)
+                pieces = tuple(zip(names, (piece for _, piece in spec.pieces), strict=True))
                 record.shards[f"{kind}/{key}"] = tensor.contiguous()
                 record.specs[f"{kind}/{key}"] = replace(spec, pieces=pieces)
         self._stepped = {}
-
-
-def _name(kind: str, name: str) -> str:
-    """Return `kind/NAME` for `optimizer/exp_avg/NAME`, which the value model's prefix may precede."""
-    prefix, _, parameter = name.partition(MOMENT)
-    return f"{kind}/{prefix}{parameter}"
 
 
 class _ObservedObjective:

@@ -27,8 +27,8 @@ from abrun.tools.predict.interface import make_prediction_table
 from abrun.tools.predict.peaks import (
     PeakPrediction,
     SweepPrediction,
-    _make_prediction,
     describe_predicted_memory,
+    make_prediction,
     predict_recipe,
     resolve_device_memory,
 )
@@ -149,7 +149,7 @@ def test_steps_that_are_predicted_less_well(sets: list[str]) -> None:
     assert isinstance(config, OwnRunConfig)
     (row,) = trace(config, [LENGTH], NUM_SEQUENCES)
     assert seen_by_the_tracker(row["by_phase"]) == pytest.approx(live(config), rel=0.15)
-    assert _make_prediction("baseline", config, row, None).max_underestimate == 0.15
+    assert make_prediction("baseline", config, row, None).max_underestimate == 0.15
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_what_is_predicted_less_well_is_known_from_the_network(
     config = load_recipe(RECIPE, sets).run_config("baseline")
     assert isinstance(config, OwnRunConfig)
     (row,) = trace(config, [16], 1)
-    assert _make_prediction("baseline", config, row, None).max_underestimate == too_low
+    assert make_prediction("baseline", config, row, None).max_underestimate == too_low
 
 
 def plan(recipe: Any, lengths: list[int]) -> SweepPlan:
@@ -255,7 +255,7 @@ def test_vllm_beside_the_trainer_takes_its_weights_and_cache_or_a_share() -> Non
     assert cache and row["vllm"] == {"weights": weights, "cache": cache}
 
     def engine_bytes(one: OwnRunConfig, device_bytes: int) -> int | None:
-        return _make_prediction("baseline", one, row, device_bytes).engine_bytes
+        return make_prediction("baseline", one, row, device_bytes).engine_bytes
 
     assert engine_bytes(config, GIB) == weights + cache
     assert engine_bytes(config, 3 * cache) == int(0.6 * 3 * cache)
