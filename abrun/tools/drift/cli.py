@@ -158,7 +158,7 @@ def _ask(
     one_arm = replace(reading, allows_one_arm=True)
     source, answer, reasons = asking.Source(reading=one_arm, **fields), None, []
     if round_of is not None:
-        given = {"CANDIDATE": source.path, "--control": source.control, "--old-runs": source.old_runs}
+        given = {"CANDIDATE": source.path or None, "--control": source.control, "--old-runs": source.old_runs}
         refuse_options({**given, "--start": bool(starting)}, "--round: got {option} as well; drop it")
         source = launch_round(against, round_of, source, quiet=as_json)
     if starting:

@@ -18,6 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from abrun import cli
+from abrun.api import launch
 from abrun.errors import AbrunError
 from abrun.logs.recorded.selection import ReadingOptions
 from abrun.logs.recorded.sources import open_sources
@@ -544,6 +545,40 @@ def test_pairs_beside_an_earlier_incumbent_do_not_count_on(tmp_path):
     assert ask(store, fast, name="fast", **ROUND).outcome == "BETTER"
     with refused("slow: its controls are runs of base, but the incumbent is now fast"):
         ask(store, write_round(tmp_path / "slow", first[:2], FRESH[:2], 20), name="slow", **ROUND)
+
+
+def test_a_round_is_launched_with_new_seeds_judged_and_resumed(tmp_path, monkeypatch):
+    """The candidate learns at a fifth of the incumbent's rate."""
+    external = Path(__file__).parents[2] / "external"
+    recipe = tmp_path / "idea.yaml"
+    text = (external / "foreign.yaml").read_text().replace("tests/external", str(external))
+    recipe.write_text(text.replace("name: foreign", "name: idea"))
+    monkeypatch.chdir(tmp_path)
+    launch(recipe, seeds=range(3), name="base", quiet=True)
+    store = ("--against", "gate.jsonl")
+    words = ("--arm", "baseline", "--start", "--claim", "train/reward:last 40%:better 0, higher is better")
+    assert typed("base", *store, *words).exit_code == 0
+    result = typed("--round", recipe, *store, "--json")
+    assert result.exit_code != 2, result.stderr
+    answer = json.loads(result.stdout)
+    assert (answer["candidate"], answer["num_seeds"], answer["num_controls"]) == ("idea", 1, 1)
+    rounds = sorted(Path("runs").glob("idea*"))
+    (seed,) = {int(path.name.removeprefix("seed-")) for path in rounds[0].glob("*/seed-*")}
+    assert seed > 1000 and [path.name for path in rounds] == ["idea-round-1"]
+    assert answer["next"][0]["argv"][0] == "abrun" if answer["answer"] == "OPEN" else answer["next"] == []
+    shutil.rmtree(rounds[0] / "treatment" / f"seed-{seed}")  # killed before it was judged
+    Path("gate.jsonl").unlink()
+    assert typed("base", *store, *words).exit_code == 0
+    again = json.loads(typed("--round", recipe, *store, "--json").stdout)
+    assert again["improvement"] == pytest.approx(answer["improvement"]) and again["num_seeds"] == 1
+    if answer["answer"] != "OPEN":
+        assert "was answered" in typed("--round", recipe, *store).stderr
+    for words, problem in (
+        (("--old-runs",), "--old-runs as well"),
+        (("--arm", "x"), "give the one to compare"),
+    ):
+        result = typed("--round", recipe, *store, *words, "--name", "other")
+        assert result.exit_code == 2 and problem in result.stderr
 
 
 ACCEPT = """
