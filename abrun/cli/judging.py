@@ -211,7 +211,7 @@ def _judge_fleet(
     else:
         console().print(fleet.render_terminal(judged, page and str(page)))
     code = judged.exit_code
-    raise typer.Exit(0 if allow_open and code == fleet.EXIT_CODES["open"] else code)
+    raise typer.Exit(0 if allow_open and code == fleet.OPEN else code)
 
 
 def _upload(comparison: "Comparison", sources: Sequence[str], runs_dir: Path) -> None:
