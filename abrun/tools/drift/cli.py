@@ -33,14 +33,13 @@ Control = Annotated[
     typer.Option(metavar="ARM", help="Fresh runs of the incumbent: an arm of CANDIDATE, of the same seeds."),
 ]
 OldRuns = Annotated[
-    bool, typer.Option("--old-runs", help="Judge by the incumbent's earlier runs alone, which finds less.")
+    bool, typer.Option("--old-runs", help="Judge by the incumbent's earlier runs alone.")
 ]
 Audit = Annotated[
     str | None,
     typer.Option(
         metavar="COMMAND",
-        help="Score another acceptance rule instead, such as './accept.sh {runs}', on CANDIDATE: an "
-        "experiment, best of abrun faults run.",
+        help="Score another acceptance rule, such as './accept.sh {runs}', on an experiment instead.",
     ),
 ]
 RoundOf = Annotated[
@@ -48,7 +47,7 @@ RoundOf = Annotated[
     typer.Option(
         "--round",
         metavar="RECIPE",
-        help="Launch the next round first: a recipe whose baseline is the incumbent. Seeds are drawn now.",
+        help="Launch the next round first, with new seeds; the baseline is the incumbent.",
     ),
 ]
 StartIt = Annotated[
@@ -65,9 +64,8 @@ GateClaim = Annotated[
 Worth = Annotated[
     str | None,
     typer.Option(
-        help="With --start: the improvement that must not be missed, which sets the most pairs a candidate "
-        "may have; ALIKE rules it out. A number in the metric's unit, or standard deviations of a run. "
-        "Default: '2 sigma'."
+        help="With --start: the improvement that must not be missed, which plans the pairs; ALIKE rules it "
+        "out. A number in the metric's unit, or standard deviations of a run. Default: '2 sigma'."
     ),
 ]
 Alpha = Annotated[
@@ -107,9 +105,8 @@ def gate(
 
     A round runs the candidate beside the incumbent, on the same seeds and machines; only these pairs keep a
     candidate. The answer is BETTER (the candidate becomes the incumbent), WORSE, ALIKE (no improvement worth
-    finding), or OPEN with the pairs to add. A candidate may start with one pair and be asked about after each
-    new one: the level of its test (LORD++) pays for all readings. BETTER needs 3 pairs. Copies are refused,
-    also of runs that the store knows under another name. A failed run is WORSE; no run is taken back.
+    finding), or OPEN with the pairs to add; the level of the test (LORD++) pays for all readings. BETTER
+    needs 3 pairs. Copies are refused, a failed run is WORSE, and no run is taken back.
 
     Exit code: 0 BETTER, 3 WORSE, 4 OPEN, 6 ALIKE; 2 for bad input.
 
@@ -117,7 +114,6 @@ def gate(
         abrun gate runs/base --against gate.jsonl --start --claim 'train/reward:last 20%:better 0'
         abrun gate --round idea.yaml --against gate.jsonl --json
         abrun gate runs/round-7 --arm idea --control base --against gate.jsonl
-        abrun gate --against gate.jsonl
         abrun gate quickstart-sensitivity --audit './accept.sh {runs}'
     """
     if not start:
