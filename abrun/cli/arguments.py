@@ -333,16 +333,18 @@ def reads_runs(command: Callable[..., R]) -> Callable[..., R]:
 
     @functools.wraps(command)
     def wrapped(**values: Any) -> R:
-        given = {name: values.pop(name) for name in _READING}
-        return command(**values, reading=_make_reading(**given))
+        options = {name: values.pop(name) for name in _READING}
+        return command(**values, reading=_make_reading(**options))
 
-    own = [each for name, each in inspect.signature(command).parameters.items() if name != "reading"]
+    parameters = [
+        parameter for name, parameter in inspect.signature(command).parameters.items() if name != "reading"
+    ]
     defaults = {"runs_dir": Path("runs")}
     shared = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(name), annotation=kind)
         for name, kind in _READING.items()
     ]
-    wrapped.__signature__ = inspect.Signature([*own, *shared])  # pyright: ignore[reportAttributeAccessIssue]
+    wrapped.__signature__ = inspect.Signature([*parameters, *shared])  # pyright: ignore[reportAttributeAccessIssue]
     hints = {name: hint for name, hint in command.__annotations__.items() if name != "reading"}
     wrapped.__annotations__ = hints | _READING
     return wrapped

@@ -58,8 +58,8 @@ class Noise:
     def variance(self) -> Array:
         return np.asarray(self.squares / self.dof)
 
-    def __add__(self, other: "Noise") -> "Noise":
-        return Noise(squares=self.squares + other.squares, dof=self.dof + other.dof)
+    def __add__(self, noise: "Noise") -> "Noise":
+        return Noise(squares=self.squares + noise.squares, dof=self.dof + noise.dof)
 
     @classmethod
     def of(cls, values: ArrayLike) -> "Noise":

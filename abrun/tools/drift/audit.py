@@ -68,17 +68,17 @@ def _score(
     rng = np.random.default_rng(0)
     while len(halves) < _NUM_SPLITS and len(seeds) > 16:
         halves.append(tuple(rng.permutation(seeds)[: len(seeds) // 2].tolist()))
-    asked = []
+    answers = []
     for index in rng.permutation(len(halves))[:_NUM_SPLITS]:
-        shown = [run for run in candidates if run.name.seed in halves[index]]
+        chosen = [run for run in candidates if run.name.seed in halves[index]]
         rest = [run for run in baselines if run.name.seed not in halves[index]]
-        if shown:
-            asked.append(_accepts(command, {"baseline": rest, "candidate": shown}))
+        if chosen:
+            answers.append(_accepts(command, {"baseline": rest, "candidate": chosen}))
     return Score(
         arm=arm,
         is_changed=candidates is not baselines,
-        num_rejected=asked.count(False),
-        num_asked=len(asked),
+        num_rejected=answers.count(False),
+        num_asked=len(answers),
     )
 
 
@@ -133,7 +133,9 @@ def summary_text(scores: Sequence[Score]) -> str:
     text = f"the rule rejects {100 * alarms:.3g} % of equal runs"
     if not changed:
         return f"{text}; no arm differs, so nothing is known of what it detects: abrun faults run RECIPE"
-    found = sum(score.num_rejected for score in changed) / max(1, sum(score.num_asked for score in changed))
+    detected = sum(score.num_rejected for score in changed) / max(
+        1, sum(score.num_asked for score in changed)
+    )
     num_missed = sum(score.num_rejected == 0 for score in changed)
     missed = f", and never detects {num_missed} of the {len(changed)} arms" if num_missed else ""
-    return f"{text}, and {100 * found:.3g} % of runs that differ{missed}"
+    return f"{text}, and {100 * detected:.3g} % of runs that differ{missed}"

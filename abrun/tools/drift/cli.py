@@ -32,9 +32,7 @@ Control = Annotated[
     str | None,
     typer.Option(metavar="ARM", help="Fresh runs of the incumbent: an arm of CANDIDATE, of the same seeds."),
 ]
-OldRuns = Annotated[
-    bool, typer.Option("--old-runs", help="Judge by the incumbent's earlier runs alone.")
-]
+OldRuns = Annotated[bool, typer.Option("--old-runs", help="Judge by the incumbent's earlier runs alone.")]
 Audit = Annotated[
     str | None,
     typer.Option(
@@ -119,8 +117,8 @@ def gate(
     if not start:
         refuse_options({"--claim": claim, "--worth": worth, "--alpha": alpha}, needed="--start")
     if audit is not None:
-        others = {"--against": against, "--round": round_of, "--control": control, "--start": start}
-        refuse_options(others, "--audit: got {option} as well; drop it")
+        refused = {"--against": against, "--round": round_of, "--control": control, "--start": start}
+        refuse_options(refused, "--audit: got {option} as well; drop it")
         _audit(audit, candidate, reading, as_json=as_json)
     if against is None:
         raise RecipeError("gate: got no store; give --against STORE, which --start writes")
@@ -154,8 +152,12 @@ def _ask(
     one_arm = replace(reading, allows_one_arm=True)
     source, answer, reasons = asking.Source(reading=one_arm, **fields), None, []
     if round_of is not None:
-        given = {"CANDIDATE": source.path or None, "--control": source.control, "--old-runs": source.old_runs}
-        refuse_options({**given, "--start": bool(starting)}, "--round: got {option} as well; drop it")
+        refused = {
+            "CANDIDATE": source.path or None,
+            "--control": source.control,
+            "--old-runs": source.old_runs,
+        }
+        refuse_options({**refused, "--start": bool(starting)}, "--round: got {option} as well; drop it")
         source = launch_round(against, round_of, source, quiet=as_json)
     if starting:
         missing = {"CANDIDATE": source.path, "--claim": starting["claim"]}

@@ -119,8 +119,8 @@ def _judge(state: State, candidate: Runs, controls: Runs, *, old_runs: bool) -> 
     """Return the answer about a candidate, which is the recorded one if it has no new runs."""
     name, start = candidate.name, state.start
     earlier, is_incumbent = state.candidates.get(name), name == state.incumbent.name
-    known = state.incumbent if is_incumbent else earlier.candidate if earlier else Runs(name=name)
-    candidate = known.with_new(candidate)
+    stored = state.incumbent if is_incumbent else earlier.candidate if earlier else Runs(name=name)
+    candidate = stored.with_new(candidate)
     controls = earlier.controls.with_new(controls) if earlier else controls
     if earlier and (earlier.candidate.runs, earlier.controls.runs) == (candidate.runs, controls.runs):
         return earlier
@@ -184,26 +184,26 @@ def _refuse_decided(earlier: Answer, state: State) -> None:
 def _refuse_known_runs(state: State, candidate: Runs, controls: Runs) -> None:
     """Raise ComparisonError for a run that repeats another, or that the store knows under another name."""
     metric = state.start.metric
-    own, fresh = candidate.restore(metric), controls.restore(metric)
-    _refuse_copies(candidate.name, fresh, own, metric, paired=True)
+    judged, fresh = candidate.restore(metric), controls.restore(metric)
+    _refuse_copies(candidate.name, fresh, judged, metric, paired=True)
     control_names = {run.name for run in controls.runs}
-    for known in state.known_runs():
-        others = tuple(run for run in known.restore(metric) if run.place not in control_names)
-        for name, runs in ((candidate.name, own), (controls.name, fresh)):
-            if known.name != name:
-                _refuse_copies(candidate.name, others, runs, metric)
+    for stored in state.known_runs():
+        originals = tuple(run for run in stored.restore(metric) if run.place not in control_names)
+        for name, runs in ((candidate.name, judged), (controls.name, fresh)):
+            if stored.name != name:
+                _refuse_copies(candidate.name, originals, runs, metric)
 
 
 def _refuse_copies(
     name: str,
-    known: tuple[RecordedRun, ...],
+    originals: tuple[RecordedRun, ...],
     runs: tuple[RecordedRun, ...],
     metric: str,
     *,
     paired: bool = False,
 ) -> None:
     """Raise ComparisonError if two runs are one, `paired`: of two seeds."""
-    problem = check_distinct_seeds(Sides(baselines=known, treatments=runs, paired=paired), metric)
+    problem = check_distinct_seeds(Sides(baselines=originals, treatments=runs, paired=paired), metric)
     if problem:
         raise ComparisonError(f"{problem}; run {name} with seeds that no other run has")
 
@@ -307,8 +307,8 @@ def _read_arms(
         values = {run: _reduce_run(run, claim, steps) for run in runs if run.status != "failed"}
         finite = tuple(run for run, value in values.items() if np.isfinite(value))
         _refuse_copies(name, (), finite, claim.metric)
-        known = [remember_run(run, claim.metric, values.get(run)) for run in runs]
-        named = tuple(replace(run, name=prefix + run.name) for run in known)
+        remembered = [remember_run(run, claim.metric, values.get(run)) for run in runs]
+        named = tuple(replace(run, name=prefix + run.name) for run in remembered)
         return Runs(name=name, runs=named, left_out=() if prefix else experiment.unselected)
 
     # Seeds may repeat from round to round: the candidate's name tells its controls from others
@@ -363,15 +363,15 @@ def answer_text(answer: Answer, state: State) -> str:
             ": it changes nothing, or was not applied; discard it"
         )
     difference = difference_text(answer.improvement, answer.interval)
-    beside = f"{counted(candidate.values, 'seed')} against {answer.num_old} old runs"
+    basis = f"{counted(candidate.values, 'seed')} against {answer.num_old} old runs"
     if answer.controls.runs:
-        beside = f"{counted(candidate.values, 'pair')}, {answer.num_old} old runs"
-    evidence = f"improvement of {start.metric} {difference}, {beside}"
+        basis = f"{counted(candidate.values, 'pair')}, {answer.num_old} old runs"
+    evidence = f"improvement of {start.metric} {difference}, {basis}"
     above = f" by more than {start.margin:g}" if start.margin else ""
     levels = f"p {answer.p:.2g}, level {answer.reading_level:.2g}"
     unit = "pair" if answer.controls.runs else "seed"
-    more = f"add {counted(answer.seeds_to_add, unit)} and ask again"
-    next_step = more if answer.seeds_to_add else "its seeds are spent: discard it"
+    request = f"add {counted(answer.seeds_to_add, unit)} and ask again"
+    next_step = request if answer.seeds_to_add else "its seeds are spent: discard it"
     results = {
         "BETTER": f"improves on {incumbent}{above} and is the new incumbent: {evidence}; {levels}",
         "WORSE": f"is worse than {incumbent}: {evidence}; discard it",
@@ -386,14 +386,14 @@ def caveats(answer: Answer, state: State, now_s: float) -> list[Reason]:
     """Return what the answer does not cover: old runs alone, their age, and other machines or versions."""
     reasons = []
     incumbent = state.superseded.get(answer.incumbent, state.incumbent)
-    beside = answer.controls if answer.controls.runs else replace(incumbent, runs=incumbent.runs[-NUM_OLD:])
+    compared = answer.controls if answer.controls.runs else replace(incumbent, runs=incumbent.runs[-NUM_OLD:])
     if answer.outcome != "INCUMBENT" and not answer.controls.runs:
         reasons.append(Code.GATE_OLD_RUNS(incumbent=incumbent.name, moved=OLD_RUNS_SD))
-        ends_s = [run.end_s for run in beside.runs if run.end_s is not None]
+        ends_s = [run.end_s for run in compared.runs if run.end_s is not None]
         days = (now_s - min(ends_s)) / _DAY_S if ends_s else 0.0
         if days >= OLD_AFTER_DAYS:
             reasons.append(Code.GATE_AGE(incumbent=incumbent.name, days=round(days)))
-    hashes = {run.environment_sha256 for run in (*beside.runs, *answer.candidate.runs)} - {None}
+    hashes = {run.environment_sha256 for run in (*compared.runs, *answer.candidate.runs)} - {None}
     if len(hashes) > 1:
         reasons.append(Code.GATE_ENVIRONMENT(candidate=answer.candidate.name, incumbent=incumbent.name))
     return reasons

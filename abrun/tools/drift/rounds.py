@@ -20,9 +20,9 @@ def launch_round(path: Path, recipe: Path, source: Source, *, quiet: bool) -> So
     AbrunError.
     """
     state, loaded = read_state(path), load_recipe(recipe)
-    others = [arm for arm in loaded.arms if arm != loaded.baseline]
-    arm = source.arm or (others[0] if len(others) == 1 else None)
-    if arm not in others:
+    treatments = [arm for arm in loaded.arms if arm != loaded.baseline]
+    arm = source.arm or (treatments[0] if len(treatments) == 1 else None)
+    if arm not in treatments:
         raise ComparisonError(
             f"--round: {loaded.name} has the arms {', '.join(loaded.arms)}; give the one to compare with "
             f"{loaded.baseline} as --arm"

@@ -128,22 +128,22 @@ class Runs:
         """Return the runs that can be recognised."""
         return tuple(run.restore(self.name, metric) for run in self.runs if run.points)
 
-    def with_new(self, shown: "Runs") -> "Runs":
+    def with_new(self, new_runs: "Runs") -> "Runs":
         """Return these runs and those that are shown for the first time. No run is taken back.
 
         A failed run may have been run again. Raises ComparisonError for a run with another value.
         """
-        known = {run.name: run for run in self.runs}
-        for run in shown.runs:
-            earlier = known.get(run.name, run)
+        runs_by_name = {run.name: run for run in self.runs}
+        for run in new_runs.runs:
+            earlier = runs_by_name.get(run.name, run)
             if earlier.value != run.value and not earlier.failed:
                 raise ComparisonError(
                     f"{self.name}: {run.name} was judged with another value; give the runs as they were, or "
                     "the new ones under another --name"
                 )
-            known[run.name] = run
-        left_out = dict.fromkeys([*self.left_out, *shown.left_out])
-        return replace(self, runs=tuple(known.values()), left_out=tuple(left_out))
+            runs_by_name[run.name] = run
+        left_out = dict.fromkeys([*self.left_out, *new_runs.left_out])
+        return replace(self, runs=tuple(runs_by_name.values()), left_out=tuple(left_out))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,18 +241,18 @@ class State:
             run.value for run in self.incumbent.runs if run.name not in fresh and run.value is not None
         ]
         old = self.sign * np.array(earlier[-NUM_OLD:])
-        others = [answer for name, answer in self.candidates.items() if name != candidate]
+        other_answers = [answer for name, answer in self.candidates.items() if name != candidate]
         runs = Noise.of(self.start.incumbent.values)
         pairs = Noise(squares=2 * runs.squares, dof=runs.dof)  # a pair is at least as alike as two seeds
-        for answer in others:
-            values, differences = (
-                answer.controls.values,
-                paired_differences(answer.candidate, answer.controls),
-            )
-            shown = values or answer.candidate.values
-            runs = runs + Noise.of(shown) if shown else runs
+        for answer in other_answers:
+            differences = paired_differences(answer.candidate, answer.controls)
+            values = answer.controls.values or answer.candidate.values
+            runs = runs + Noise.of(values) if values else runs
             pairs = pairs + Noise.of(differences) if len(differences) else pairs
-        excesses = [np.nan if one.environment is None else one.environment for one in others[-_NUM_ROUNDS:]]
+        excesses = [
+            np.nan if answer.environment is None else answer.environment
+            for answer in other_answers[-_NUM_ROUNDS:]
+        ]
         return Memory(
             old_mean=old.mean() if len(old) else 0.0,
             num_old=len(old),
@@ -268,12 +268,12 @@ class State:
 
 def paired_differences(candidate: Runs, controls: Runs) -> np.ndarray:
     """Return candidate - control of the seeds that both have a value of, in the candidate's order."""
-    of_controls = {run.seed: run.value for run in controls.runs if run.value is not None}
+    control_values = {run.seed: run.value for run in controls.runs if run.value is not None}
     return np.array(
         [
-            run.value - of_controls[run.seed]
+            run.value - control_values[run.seed]
             for run in candidate.runs
-            if run.value is not None and run.seed in of_controls
+            if run.value is not None and run.seed in control_values
         ]
     )
 
