@@ -336,17 +336,14 @@ def reads_runs(command: Callable[..., R]) -> Callable[..., R]:
         options = {name: values.pop(name) for name in _READING}
         return command(**values, reading=_make_reading(**options))
 
-    parameters = [
-        parameter for name, parameter in inspect.signature(command).parameters.items() if name != "reading"
-    ]
-    defaults = {"runs_dir": Path("runs")}
-    shared = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(name), annotation=kind)
-        for name, kind in _READING.items()
-    ]
-    wrapped.__signature__ = inspect.Signature([*parameters, *shared])  # pyright: ignore[reportAttributeAccessIssue]
-    hints = {name: hint for name, hint in command.__annotations__.items() if name != "reading"}
-    wrapped.__annotations__ = hints | _READING
+    parameters = dict(inspect.signature(command).parameters)
+    del parameters["reading"]
+    for name, kind in _READING.items():
+        default = Path("runs") if name == "runs_dir" else None
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        parameters[name] = inspect.Parameter(name, keyword, default=default, annotation=kind)
+    vars(wrapped)["__signature__"] = inspect.Signature(list(parameters.values()))
+    wrapped.__annotations__ = {name: parameter.annotation for name, parameter in parameters.items()}
     return wrapped
 
 

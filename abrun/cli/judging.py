@@ -3,6 +3,7 @@
 import json
 import math
 import shlex
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -206,11 +207,13 @@ def _judge_fleet(
     refuse_options(refused, "--fleet: got {option} as well; drop it")
     options = {**options, "reading": reading, "command": typed_command()}
     judged, page = fleet.compare_fleet(fleet.FleetOptions(**options))
+    code = judged.exit_code
     if as_json:
-        print_json(asdict(judged))
+        argv = ["abrun", *sys.argv[1:], "--rerun", "RERUNS"]
+        step = {"text": fleet.RERUN_TEXT, "command": shlex.join(argv), "argv": argv}
+        print_json({**asdict(judged), "next": [step] if code and not options["rerun"] else []})
     else:
         console().print(fleet.render_terminal(judged, page and str(page)))
-    code = judged.exit_code
     raise typer.Exit(0 if allow_open and code == fleet.OPEN else code)
 
 

@@ -68,6 +68,7 @@ _LOOKS: dict[Status, _Look] = {
 }
 STATUSES: tuple[Status, ...] = tuple(_LOOKS)
 OPEN = _LOOKS["open"].exit_code
+RERUN_TEXT = "run the recipes that are not green again, in folders of their names, and judge both runs"
 # Shares of a recipe's level: tests of its claims and guards, and the number of its failed runs
 _TESTS_SHARE, _FAILURES_SHARE = 0.8, 0.2
 # Weight of the prior guess that runs rarely fail by accident: half an accident in as many runs

@@ -108,11 +108,11 @@ def ask_gate(path: Path, source: Source) -> tuple[Answer, State, list[Reason]]:
     start = read_state(path).start
     steps = start.first_step, start.last_step
     candidate, controls, *_, left_out = _read_arms(source, start.claim(), steps)
-    with locked_store(path) as store:
-        answer = _judge(store.state, candidate, controls, old_runs=source.old_runs)
-        if answer is not store.state.candidates.get(candidate.name):
-            store.append(answer)
-    return answer, store.state, [*left_out, *caveats(answer, store.state, time.time())]
+    with locked_store(path) as (state, append):
+        answer = _judge(state, candidate, controls, old_runs=source.old_runs)
+        if answer is not state.candidates.get(candidate.name):
+            append(answer)
+    return answer, state, [*left_out, *caveats(answer, state, time.time())]
 
 
 def _judge(state: State, candidate: Runs, controls: Runs, *, old_runs: bool) -> Answer:

@@ -7,7 +7,7 @@ shortened. The state is replayed from the lines.
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -370,25 +370,19 @@ def _replay(path: Path, rows: Sequence[Mapping[str, Any]]) -> State:
 
 
 @contextmanager
-def locked_store(path: Path) -> "Iterator[_OpenStore]":
-    """Yield a store for one more answer; other gates wait."""
+def locked_store(path: Path) -> Iterator[tuple[State, Callable[[Answer], None]]]:
+    """Yield the state of a store, and a function that appends one answer to both; other gates wait."""
     _read_rows(path)  # raise for other files before waiting for a lock
     with file_lock(path):
         rows = _read_rows(path)
-        yield _OpenStore(path=path, rows=rows, state=_replay(path, rows))
+        state = _replay(path, rows)
 
+        def append(answer: Answer) -> None:
+            row = _linked(asdict(answer), rows[-1]["sha256"])
+            write_file(path, _lines_of([*rows, row]), mode=path.stat().st_mode & 0o777)
+            state.add(answer)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _OpenStore:
-    path: Path
-    rows: Sequence[Mapping[str, Any]]
-    state: State
-
-    def append(self, answer: Answer) -> None:
-        row = _linked(asdict(answer), self.rows[-1]["sha256"])
-        mode = self.path.stat().st_mode & 0o777
-        write_file(self.path, _lines_of([*self.rows, row]), mode=mode)
-        self.state.add(answer)
+        yield state, append
 
 
 def environment_sha256(runs: Sequence[RecordedRun | Reference]) -> str:
