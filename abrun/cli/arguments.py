@@ -1,11 +1,13 @@
 """Shared arguments of commands and their parsers, which raise a one-line RecipeError for bad values."""
 
+import functools
+import inspect
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from abrun.recipe.claims import Claim
 
 MAX_SEEDS = 1000
+R = TypeVar("R")
 
 
 def resolve_recipe_file(context: typer.Context, path: Path | None) -> Path | None:
@@ -314,33 +317,49 @@ def add_seeds(overrides: list[str] | None, seeds: str | None) -> list[str]:
     return [*(overrides or []), *([] if seeds is None else [f"seeds={parse_seeds(seeds)}"])]
 
 
-def make_reading(
-    runs_dir: Path,
-    baseline: str | None,
-    pattern: str | None,
-    group: str | None,
-    alias: list[str] | None,
-    step_column: str | None,
-    seeds: str | None,
-    exclude: list[str] | None,
-    **fields: Any,
+_READING = {
+    "pattern": Pattern,
+    "group": Group,
+    "alias": Aliases,
+    "step_column": StepColumn,
+    "seeds": Seeds,
+    "exclude": Exclude,
+    "runs_dir": RunsDir,
+}
+
+
+def reads_runs(command: Callable[..., R]) -> Callable[..., R]:
+    """Give a command the options that say how to read runs; it gets them as the keyword `reading`."""
+
+    @functools.wraps(command)
+    def wrapped(**values: Any) -> R:
+        options = {name: values.pop(name) for name in _READING}
+        return command(**values, reading=_make_reading(**options))
+
+    parameters = dict(inspect.signature(command).parameters)
+    del parameters["reading"]
+    for name, kind in _READING.items():
+        default = Path("runs") if name == "runs_dir" else None
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        parameters[name] = inspect.Parameter(name, keyword, default=default, annotation=kind)
+    vars(wrapped)["__signature__"] = inspect.Signature(list(parameters.values()))
+    wrapped.__annotations__ = {name: parameter.annotation for name, parameter in parameters.items()}
+    return wrapped
+
+
+def _make_reading(
+    *, alias: list[str] | None, seeds: str | None, exclude: list[str] | None, **options: Any
 ) -> "ReadingOptions":
-    """Return the reading settings from the options that several commands share, and `fields`."""
     from abrun.logs.readers import reader_problems
     from abrun.logs.recorded.sources import ReadingOptions
 
     for problem in reader_problems():
         note(problem)
     return ReadingOptions(
-        runs_dir=runs_dir,
-        baseline=baseline,
-        pattern=pattern,
-        group=group,
         aliases=tuple(alias or ()),
-        step_column=step_column,
         seeds=None if seeds is None else tuple(parse_seeds(seeds)),
         exclude=tuple(exclude or ()),
-        **fields,
+        **options,
     )
 
 

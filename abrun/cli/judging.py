@@ -3,9 +3,10 @@
 import json
 import math
 import shlex
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -14,16 +15,13 @@ import typer
 from abrun.cli.app import add_group, app, console, print_error, print_json, survive_output_errors
 from abrun.cli.arguments import (
     MAX_SEEDS,
-    Aliases,
     AllowInconclusive,
     Alpha,
     ArmsBy,
     Baseline,
     Claims,
     DeviceMemory,
-    Exclude,
     Experiment,
-    Group,
     Interim,
     Jobs,
     Json,
@@ -32,7 +30,6 @@ from abrun.cli.arguments import (
     NoStepOne,
     OptionalSources,
     Overrides,
-    Pattern,
     RecipeFile,
     Reference,
     ReferenceArm,
@@ -40,20 +37,18 @@ from abrun.cli.arguments import (
     Require,
     Resume,
     RunsDir,
-    Seeds,
     SeedsBy,
     Sources,
-    StepColumn,
     ToWandb,
     Unpaired,
     Verbose,
     VersionsDiffer,
     add_seeds,
-    make_reading,
     option_text,
     parse_claims,
     parse_interim,
     parse_require,
+    reads_runs,
     recipe_argument,
     refuse_options,
     typed_command,
@@ -99,6 +94,7 @@ Rerun = Annotated[
 
 @app.command()
 @survive_output_errors
+@reads_runs
 def compare(
     sources: OptionalSources = None,
     claim: Claims = None,
@@ -107,15 +103,9 @@ def compare(
     reference: Reference = None,
     arm: ReferenceArm = None,
     baseline: Baseline = None,
-    pattern: Pattern = None,
     arms_by: ArmsBy = None,
     seeds_by: SeedsBy = None,
     list_runs: Annotated[bool, typer.Option("--list", help="Only list the runs: who is who.")] = False,
-    group: Group = None,
-    alias: Aliases = None,
-    step_column: StepColumn = None,
-    seeds: Seeds = None,
-    exclude: Exclude = None,
     versions_differ: VersionsDiffer = False,
     unpaired: Unpaired = False,
     interim: Interim = None,
@@ -128,7 +118,8 @@ def compare(
     wandb: ToWandb = False,
     verbose: Verbose = False,
     as_json: Json = False,
-    runs_dir: RunsDir = Path("runs"),
+    *,
+    reading: "ReadingOptions",
 ) -> None:
     """Judge whether the arms converge the same way.
 
@@ -157,8 +148,7 @@ def compare(
     from abrun.report.comparing import compare_sources
 
     fields = {"versions_differ": versions_differ, "unpaired": unpaired, "interim": parse_interim(interim)}
-    fields |= {"arms_by": arms_by, "seeds_by": seeds_by}
-    reading = make_reading(runs_dir, baseline, pattern, group, alias, step_column, seeds, exclude, **fields)
+    reading = replace(reading, baseline=baseline, arms_by=arms_by, seeds_by=seeds_by, **fields)
     if fleet is not None:
         refused = {"SOURCE": sources, "--claim": claim, "--wandb": wandb}
         options = {"references": reference, "earlier": before, "rerun": rerun, "arm": arm, "output": output}
@@ -176,7 +166,7 @@ def compare(
     comparison = compare_sources(sources, reading, **judging, output=output, command=typed_command())
     _print(comparison, verbose=verbose, as_json=as_json)
     if wandb:
-        _upload(comparison, sources, runs_dir)
+        _upload(comparison, sources, reading.runs_dir)
     code = comparison.exit_code
     raise typer.Exit(0 if allow_inconclusive and comparison.verdict == "INCONCLUSIVE" else code)
 
@@ -217,12 +207,14 @@ def _judge_fleet(
     refuse_options(refused, "--fleet: got {option} as well; drop it")
     options = {**options, "reading": reading, "command": typed_command()}
     judged, page = fleet.compare_fleet(fleet.FleetOptions(**options))
+    code = judged.exit_code
     if as_json:
-        print_json(asdict(judged))
+        argv = ["abrun", *sys.argv[1:], "--rerun", "RERUNS"]
+        step = {"text": fleet.RERUN_TEXT, "command": shlex.join(argv), "argv": argv}
+        print_json({**asdict(judged), "next": [step] if code and not options["rerun"] else []})
     else:
         console().print(fleet.render_terminal(judged, page and str(page)))
-    code = judged.exit_code
-    raise typer.Exit(0 if allow_open and code == fleet.EXIT_CODES["open"] else code)
+    raise typer.Exit(0 if allow_open and code == fleet.OPEN else code)
 
 
 def _upload(comparison: "Comparison", sources: Sequence[str], runs_dir: Path) -> None:
@@ -271,21 +263,17 @@ ChainOnly = Annotated[
 
 @references.command()
 @survive_output_errors
+@reads_runs
 def save(
     sources: Sources,
     output: Annotated[Path, typer.Option("--output", "-o", help="Reference file to write.")],
     arm: Annotated[str | None, typer.Option(help="Arm to save; default: the baseline.")] = None,
     claim: Claims = None,
     baseline: Baseline = None,
-    pattern: Pattern = None,
-    group: Group = None,
-    alias: Aliases = None,
-    step_column: StepColumn = None,
-    seeds: Seeds = None,
-    exclude: Exclude = None,
-    runs_dir: RunsDir = Path("runs"),
     budget: Budget = None,
     chain_alone: ChainOnly = False,
+    *,
+    reading: "ReadingOptions",
 ) -> None:
     """Save an arm's runs as a reference: a small file to commit.
 
@@ -302,10 +290,9 @@ def save(
 
     if budget is None:
         refuse_options({"--chain-alone": chain_alone}, needed="--budget")
-    selection = (pattern, group, alias, step_column, seeds, exclude)
-    reading = make_reading(runs_dir, baseline, *selection, allows_one_arm=True)
+    reading = replace(reading, baseline=baseline, allows_one_arm=True)
     experiment = open_sources(sources, reading, parse_claims(claim))
-    directory = find_stored_experiment(sources, runs_dir)
+    directory = find_stored_experiment(sources, reading.runs_dir)
     frozen = arm or experiment.baseline
     ledger = _ledger("--budget") if budget is not None else None
     new_ledger = ledger and ledger.ledger_maker(
@@ -314,7 +301,7 @@ def save(
     replaced = freeze_arm(experiment, frozen, output, begin_ledger=new_ledger)
     text = _reference_text(experiment, frozen, output, budget, replaced.name if replaced else None)
     reading_options = option_text(
-        {"--pattern": [pattern], "--alias": alias or [], "--step-column": [step_column]}
+        {"--pattern": [reading.pattern], "--alias": reading.aliases, "--step-column": [reading.step_column]}
     )
     console().say(
         f"{text}; compare later runs with: abrun compare NEW --reference {shlex.quote(str(output))}"

@@ -148,7 +148,7 @@ class Code(StrEnum):
     NO_NEW_STEP, NO_SIGN_OF_LIFE, STOPPED_BY_SIGNAL, ALIAS_NOT_LOGGED = auto(), auto(), auto(), auto()
 
     # Gate: what an answer does not cover
-    GATE_AGE, GATE_ENVIRONMENT, GATE_ADD_TO_INCUMBENT = auto(), auto(), auto()
+    GATE_AGE, GATE_ENVIRONMENT, GATE_OLD_RUNS = auto(), auto(), auto()
 
     # Refusals: launching
     PROBE_FAILED = auto()

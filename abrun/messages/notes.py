@@ -74,11 +74,12 @@ NOTES: dict[Code, Message] = {
     Code.COUNTERS_DIFFER: _counters_differ,
     Code.GRIDS_DIFFER: _grids_differ,
     Code.GATE_AGE: "the oldest run of {incumbent} is {days:count day} old; if code or machine changed since, "
-    "run it again and start a new ledger",
+    "the difference may be theirs",
     Code.GATE_ENVIRONMENT: "package versions or devices of {candidate} and {incumbent} differ, so the "
-    "difference may be theirs; run the incumbent again",
-    Code.GATE_ADD_TO_INCUMBENT: "more runs of the incumbent find more improvements: add "
-    "{seeds_to_add:count seed} to {incumbent}, then ask about it again",
+    "difference may be theirs; run both in one round",
+    Code.GATE_OLD_RUNS: "judged by old runs of {incumbent} alone: the error allows for an environment that "
+    "moved by {moved:g} sd of a run, so fewer improvements are kept; run both in one round (--round, "
+    "--control)",
     Code.SEED_NOT_KNOWN: "numbered, because its seed is unknown: {place}",
 }
 TRACES: dict[Code, Message] = {

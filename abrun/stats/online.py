@@ -7,20 +7,23 @@ alpha * max(1, discoveries), which bounds the false discovery rate for independe
 still be open when others start: a level depends only on discoveries already made (Zrnic, Ramdas and Jordan
 2021, arXiv:1812.05068).
 
-A candidate is judged again whenever it has more seeds. Its level is shared over all numbers of seeds from
-MIN_SEEDS to the maximum in proportion to n ** 3 (Bonferroni), so any number of readings is paid for in
-advance, also if incumbent or noise estimate change in between. All candidates share the incumbent's runs,
-which no theorem above covers: `tests/stats/test_online.py` simulates it.
+A round runs candidate and incumbent on the same seeds, machines and days, so that whatever the environment
+adds to both falls out of the differences of pairs. Only pairs show an improvement. The incumbent's earlier
+runs can only discard a candidate, where an error costs power and no false discovery; they weigh less the
+more the environment has moved between rounds.
 
-Noise is pooled over all runs of the campaign. The candidate's and the incumbent's own variance count where
-they are larger, shrunk towards the pooled one (Smyth 2004, doi:10.2202/1544-6115.1027), or in full if
-an F-test at 2 % finds them larger. Shapes: any that broadcast, such as one element per simulated campaign.
-Imports scipy.
+Readings share a candidate's level by alpha spending (Lan and DeMets 1983, doi:10.1093/biomet/70.3.659): the
+share (n / max) ** 3 has been spent after n pairs. `SPENDING` times the level is spent so, because most
+candidates that change nothing are discarded before their last reading; `tests/bench/bench_gate.py` simulates
+what all of this adds up to. The noise is pooled over all candidates. A candidate's own variance counts where
+it is larger, shrunk towards the pooled one (Smyth 2004, doi:10.2202/1544-6115.1027), or in full if an F-test
+at 2 % finds it larger. Shapes: any leading ones that broadcast, such as one per simulated campaign. Imports
+scipy.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -29,38 +32,52 @@ from scipy import special
 Array = NDArray[np.float64]
 
 ALPHA = 0.05  # false discovery rate
-MAX_SEEDS = 8
 MIN_SEEDS = 3  # for BETTER; fewer do not show a candidate's own variance
+MAX_SEEDS = 100
+NUM_OLD = 8  # last runs of the incumbent; earlier ones are of another time
 MISS_RATE = 0.25  # bound on the probability to discard an improvement of `worth`; Bonferroni over readings
 WORSE_ALPHA = 0.05
+SPENDING = 2.5  # times a candidate's level, over all of its readings
+OLD_RUNS_SD = 0.25  # assumed of the environment if no pairs show it, in standard deviations of a run
 _INITIAL_SHARE = 0.9  # of alpha, spent until the first discovery
 _DECAY = 1.3  # gamma_j is proportional to j ** -_DECAY
 _PRIOR_DOF = 4  # weight of the pooled variance beside a larger variance of its own
 _VARIANCE_LEVEL = 0.02
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """Number, mean and sum of squared deviations of the values of one arm, one value a run."""
-
-    count: Array
-    mean: Array
-    squares: Array
-
-    @classmethod
-    def of(cls, values: ArrayLike) -> "Sample":
-        array = np.asarray(values, float)
-        mean = array.mean(axis=-1)
-        squares = ((array - mean[..., None]) ** 2).sum(axis=-1)
-        return cls(count=np.full(mean.shape, float(array.shape[-1])), mean=mean, squares=squares)
+_PRIOR_ROUNDS, _PRIOR_ENVIRONMENT = 4, 0.25**2  # rounds' worth of a guess, in variances of a run
+_PLANNED_LEVEL, _PLANNED_POWER = 0.0005, 0.8  # of a candidate in the middle of a campaign
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noise:
-    """Noise of the other candidates and earlier incumbents: sum of squared deviations, degrees of freedom."""
+    """A pooled sum of squared deviations, and its degrees of freedom."""
 
     squares: Array | float = 0.0
     dof: Array | float = 0.0
+
+    @property
+    def variance(self) -> Array:
+        return np.asarray(self.squares / self.dof)
+
+    def __add__(self, noise: "Noise") -> "Noise":
+        return Noise(squares=self.squares + noise.squares, dof=self.dof + noise.dof)
+
+    @classmethod
+    def of(cls, values: ArrayLike) -> "Noise":
+        """Return the noise of values [..., n] about their mean."""
+        array = np.asarray(values, float)
+        squares = ((array - array.mean(axis=-1, keepdims=True)) ** 2).sum(axis=-1)
+        return cls(squares=squares, dof=float(array.shape[-1] - 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """What earlier rounds say beside a candidate's own runs."""
+
+    old_mean: Array | float = 0.0  # of the incumbent's last runs
+    num_old: Array | float = 0.0
+    runs: Noise  # of single runs
+    pairs: Noise  # of differences within pairs
+    environment: Array | float = 0.0  # variance of a round's environment, in variances of a run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +89,6 @@ class Reading:
     dof: Array
     sd: Array  # pooled, of one run
     p: Array  # one-sided, of no improvement above the margin
-    level: Array  # share of the candidate's level that this number of seeds has
     upper: Array  # upper bound of the improvement, for ALIKE
     better: NDArray[np.bool_]
     alike: NDArray[np.bool_]  # an improvement of `worth` is ruled out
@@ -98,82 +114,101 @@ def lord_level(number: int, discoveries: Sequence[int], alpha: float = ALPHA) ->
     return initial * _gamma(number) + later
 
 
-def level_share(num_seeds: ArrayLike, max_seeds: int = MAX_SEEDS) -> Array:
-    """Return the share of a candidate's level that a reading at `num_seeds` may spend."""
-    counts = np.asarray(num_seeds, float)
-    total = sum(count**3 for count in range(MIN_SEEDS, max_seeds + 1))
-    return np.where((counts >= MIN_SEEDS) & (counts <= max_seeds), counts**3 / total, 0.0)
+def spent_level(level: ArrayLike, num_seeds: int, max_seeds: int) -> Array:
+    """Return how much of a candidate's level its readings up to `num_seeds` may have spent."""
+    share = (num_seeds / max_seeds) ** 3 if MIN_SEEDS <= num_seeds <= max_seeds else 0.0
+    return SPENDING * share * np.asarray(level)
+
+
+def plan_seeds(worth: float) -> int:
+    """Return the pairs that keep 4 of 5 improvements of `worth` standard deviations of a run."""
+    quantiles = special.ndtri(1 - _PLANNED_LEVEL * SPENDING) + special.ndtri(_PLANNED_POWER)
+    return min(MAX_SEEDS, max(MIN_SEEDS + 1, math.ceil(2 * (quantiles / worth) ** 2)))
+
+
+def seeds_to_add(num_seeds: int, max_seeds: int) -> int:
+    """Return how many seeds to add to an open candidate: as many as it has, up to the maximum."""
+    return min(num_seeds, max_seeds - num_seeds)
+
+
+def environment_excess(controls: ArrayLike, memory: Memory) -> Array:
+    """Return the squared shift of a round's controls from the incumbent's last runs, beyond its expectation.
+
+    In variances of a run; without old runs NaN. Its mean over rounds estimates the environment's variance.
+    """
+    fresh = np.asarray(controls, float)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        expected = 1 / fresh.shape[-1] + 1 / np.asarray(memory.num_old, float)
+        return (fresh.mean(axis=-1) - memory.old_mean) ** 2 / memory.runs.variance - expected
+
+
+def estimate_environment(excesses: ArrayLike) -> Array:
+    """Return the variance of a round's environment from the excesses of earlier rounds [..., R]."""
+    array = np.asarray(excesses, float)
+    total = np.nansum(array, axis=-1) + _PRIOR_ROUNDS * _PRIOR_ENVIRONMENT
+    return np.maximum(total / (np.isfinite(array).sum(axis=-1) + _PRIOR_ROUNDS), 0.0)
 
 
 def read_candidate(
-    candidate: Sample,
-    incumbent: Sample,
-    noise: Noise,
+    candidate: ArrayLike,  # [..., n]
+    controls: ArrayLike | None,  # of the same seeds; None: there are only the incumbent's earlier runs
+    memory: Memory,
     *,
     level: ArrayLike,
     worth: ArrayLike,
     in_sds: bool = False,
     margin: float = 0.0,
-    max_seeds: int = MAX_SEEDS,
+    max_seeds: int = 8,
 ) -> Reading:
-    """Test a candidate; its samples are oriented so that higher is better.
+    """Test a candidate; values are oriented so that higher is better.
 
-    `level` is its LORD++ level, `margin` the improvement that BETTER must exceed and `worth` the one that
-    must not be missed, in units of the values or `in_sds` in pooled standard deviations. The incumbent needs
-    at least two runs. A candidate is either better, alike or worse, or none of them (open).
+    `level` is this reading's, `margin` the improvement that BETTER must exceed and `worth` the one that must
+    not be missed, in units of the values or `in_sds` in pooled standard deviations. A candidate is either
+    better, alike or worse, or none of them (open). Without controls the environment is assumed to have moved
+    by `OLD_RUNS_SD` at least, which enters the error.
     """
-    pooled_dof = np.asarray(noise.dof + incumbent.count - 1 + candidate.count - 1)
-    variance = (noise.squares + incumbent.squares + candidate.squares) / pooled_dof
-    errors, dofs = zip(
-        *(_squared_error(sample, variance, pooled_dof) for sample in (candidate, incumbent)), strict=True
-    )
-    error = np.sqrt(errors[0] + errors[1])
-    with np.errstate(invalid="ignore"):  # Satterthwaite 1946, doi:10.2307/3002019
-        dof = error**4 / (errors[0] ** 2 / dofs[0] + errors[1] ** 2 / dofs[1])
-    dof = np.where(error > 0, np.minimum(dof, pooled_dof), pooled_dof)
-    improvement = candidate.mean - incumbent.mean
-    p = _p_above(improvement - margin, error, dof)
-    share = np.asarray(level) * level_share(candidate.count, max_seeds)
-    better = p <= share
-    upper = improvement + special.stdtrit(dof, 1 - MISS_RATE / max_seeds) * error
+    values = np.asarray(candidate, float)
+    num_seeds, variance = values.shape[-1], memory.runs.variance
+    num_readings = math.ceil(math.log2(max_seeds)) + 1
+    num_old = np.asarray(memory.num_old, float)
+    moved = np.asarray(memory.environment)
+    if controls is None:
+        moved = np.maximum(moved, OLD_RUNS_SD**2)
+    with np.errstate(divide="ignore"):
+        old_weight = 1 / (variance * (1 / num_old + moved))  # 0 without old runs
+    level_of_incumbent, weight = np.asarray(memory.old_mean, float), old_weight
+    if controls is not None:
+        fresh = np.asarray(controls, float)
+        weight = old_weight + num_seeds / variance
+        fresh_share = num_seeds / variance / weight
+        level_of_incumbent = fresh_share * fresh.mean(axis=-1) + (1 - fresh_share) * level_of_incumbent
+    difference = values.mean(axis=-1) - level_of_incumbent
+    error = np.sqrt(variance / num_seeds + 1 / weight)
+    dof = np.asarray(memory.runs.dof, float)
+    upper = difference + special.stdtrit(dof, 1 - MISS_RATE / num_readings) * error
+    worse = _p_above(-difference, error, dof) <= WORSE_ALPHA / num_readings
+
+    # BETTER: by the differences of pairs alone, whatever the environment did
+    if controls is None:
+        squared, own_dof = _squared_error(values, memory.runs)
+        improvement, own_error = difference, np.sqrt(squared + 1 / weight)
+    else:
+        squared, own_dof = _squared_error(values - fresh, memory.pairs)
+        improvement, own_error = (values - fresh).mean(axis=-1), np.sqrt(squared)
+    p = _p_above(improvement - margin, own_error, own_dof)
+    better = (p <= np.asarray(level)) & (num_seeds >= MIN_SEEDS)
     smallest = np.asarray(worth) * (np.sqrt(variance) if in_sds else 1.0)
-    worse = ~better & (_p_above(-improvement, error, dof) <= WORSE_ALPHA / max_seeds)
     return Reading(
         improvement=improvement,
-        error=error,
-        dof=dof,
+        error=own_error,
+        dof=own_dof,
         sd=np.sqrt(variance),
         p=p,
-        level=share,
         upper=upper,
         better=better,
         alike=~better & ~worse & (upper < smallest),
-        worse=worse,
+        worse=worse & ~better,
     )
-
-
-def seeds_to_add(
-    candidate: Sample, incumbent: Sample, noise: Noise, *, max_seeds: int = MAX_SEEDS, **settings: Any
-) -> NDArray[np.int64]:
-    """Return how many seeds to add to an open candidate before it is judged again.
-
-    This is half of the fewest seeds that would decide it if its mean and variance stayed the same, or half of
-    those left up to the maximum, rounded up: readings cost nothing, and most candidates drift away from the
-    incumbent sooner. `settings` as of `read_candidate`.
-    """
-    own_dof = candidate.count - 1
-    pooled = (noise.squares + incumbent.squares + candidate.squares) / (
-        noise.dof + incumbent.count - 1 + own_dof
-    )
-    variance = np.where(own_dof > 0, candidate.squares / np.maximum(own_dof, 1), pooled)
-    num_added = np.maximum(max_seeds - candidate.count, 0)
-    for added in range(max_seeds - 1, 0, -1):
-        count = candidate.count + added
-        longer = Sample(count=count, mean=candidate.mean, squares=variance * (count - 1))
-        reading = read_candidate(longer, incumbent, noise, max_seeds=max_seeds, **settings)
-        is_decided = (reading.better | reading.alike | reading.worse) & (count <= max_seeds)
-        num_added = np.where(is_decided, added, num_added)
-    return -(-num_added.astype(np.int64) // 2)
 
 
 def _gamma(distance: int) -> float:
@@ -187,15 +222,17 @@ def _p_above(difference: Array, error: Array, dof: Array) -> Array:
     return special.stdtr(dof, -t)
 
 
-def _squared_error(sample: Sample, pooled: Array, pooled_dof: Array) -> tuple[Array, Array]:
-    """Return the squared error of a mean and its degrees of freedom.
+def _squared_error(values: Array, noise: Noise) -> tuple[Array, Array]:
+    """Return the squared error of the mean of values [..., n], and its degrees of freedom.
 
-    The variance is the pooled one, or the sample's own if that is larger.
+    The variance is the one pooled over the noise and these values, or the values' own if that is larger.
     """
-    own_dof = np.maximum(sample.count - 1, 1)
-    own = sample.squares / own_dof
-    shrunk = (_PRIOR_DOF * pooled + sample.squares) / (_PRIOR_DOF + sample.count - 1)
-    critical = special.fdtri(own_dof, pooled_dof, 1 - _VARIANCE_LEVEL)
-    is_larger = (sample.count > 1) & (own > critical * pooled)
-    variance = np.where(is_larger, own, np.maximum(pooled, shrunk))
-    return variance / sample.count, np.where(is_larger, own_dof, pooled_dof)
+    num, own = values.shape[-1], Noise.of(values)
+    pooled = noise + own
+    if num == 1:
+        return pooled.variance, np.asarray(pooled.dof, float)
+    shrunk = (_PRIOR_DOF * pooled.variance + own.squares) / (_PRIOR_DOF + num - 1)
+    critical = special.fdtri(num - 1, pooled.dof, 1 - _VARIANCE_LEVEL)
+    is_larger = own.variance > critical * pooled.variance
+    variance = np.where(is_larger, own.variance, np.maximum(pooled.variance, shrunk))
+    return variance / num, np.where(is_larger, num - 1.0, pooled.dof)

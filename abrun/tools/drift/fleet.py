@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 from urllib.parse import quote
 
 from scipy import special
@@ -26,6 +26,7 @@ from abrun.report.page import render_static_page
 from abrun.report.present.tables import Table, columns
 from abrun.runs.files import PUBLIC_MODE, is_file, read_json, share_new_folder, write_file, write_json
 from abrun.runs.redaction import display_safe, hide_secrets_of
+from abrun.runs.schemas import checked
 from abrun.stats.equivalence import ALPHA
 from abrun.stats.many_tests import VariancePrior, benjamini_hochberg, fit_prior, p_of_failures
 from abrun.tools.drift.evidence import (
@@ -44,9 +45,30 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 Status = Literal["regressed here", "not judged", "open", "flaked", "red before", "green"]
+
+
+class _Look(NamedTuple):
+    """Exit code of a status, its color on a terminal, and what one recipe and several are said to be."""
+
+    exit_code: int
+    color: str
+    page_class: str  # of page.css
+    one: str
+    several: str
+
+
 # Most urgent first: the order of the rows
-STATUSES: tuple[Status, ...] = ("regressed here", "not judged", "open", "flaked", "red before", "green")
-EXIT_CODES: dict[Status, int] = {"regressed here": 3, "not judged": 5, "open": 4}  # 0 for the others
+_LOOKS: dict[Status, _Look] = {
+    "regressed here": _Look(3, "red", "bad", "regressed here", "regressed here"),
+    "not judged": _Look(5, "magenta", "open", "could not be judged", "could not be judged"),
+    "open": _Look(4, "yellow", "open", "is open", "are open"),
+    "flaked": _Look(0, "cyan", "plain", "flaked", "flaked"),
+    "red before": _Look(0, "blue", "plain", "was red before", "were red before"),
+    "green": _Look(0, "green", "good", "is green", "are green"),
+}
+STATUSES: tuple[Status, ...] = tuple(_LOOKS)
+OPEN = _LOOKS["open"].exit_code
+RERUN_TEXT = "run the recipes that are not green again, in folders of their names, and judge both runs"
 # Shares of a recipe's level: tests of its claims and guards, and the number of its failed runs
 _TESTS_SHARE, _FAILURES_SHARE = 0.8, 0.2
 # Weight of the prior guess that runs rarely fail by accident: half an accident in as many runs
@@ -56,15 +78,6 @@ FLEET_PAGE = "fleet.html"
 _SCHEMA_VERSION = 1
 _MIN_RECIPES_FOR_PROCESSES = 8  # a further process takes a second to start
 _MAX_NAMES = 5  # recipes named in the summary
-# Color on a terminal, class of page.css, and what one recipe and several are said to be
-_LOOKS: dict[Status, tuple[str, str, str, str]] = {
-    "red before": ("blue", "plain", "was red before", "were red before"),
-    "flaked": ("cyan", "plain", "flaked", "flaked"),
-    "open": ("yellow", "open", "is open", "are open"),
-    "not judged": ("magenta", "open", "could not be judged", "could not be judged"),
-    "green": ("green", "good", "is green", "are green"),
-    "regressed here": ("red", "bad", "regressed here", "regressed here"),
-}
 _TONES = {0: "MATCH", 3: "MISMATCH", 4: "INCONCLUSIVE", 5: "INVALID"}  # classes of page.css by exit code
 _PAGE_COLUMNS = ("recipe", "status", "why", "runs", "p", "FDR")
 
@@ -216,7 +229,7 @@ def classify(
     return Fleet(
         command=command,
         summary=_summarize(rows, counts),
-        exit_code=next((code for status, code in EXIT_CODES.items() if counts[status]), 0),
+        exit_code=next((look.exit_code for status, look in _LOOKS.items() if counts[status]), 0),
         num_tested=len(tested),
         failure_rate=chance.failure_rate,
         counts=counts,
@@ -393,32 +406,26 @@ def _write_report(output: Path, fleet: Fleet) -> Path:
 def read_earlier(path: Path) -> RedRecipes:
     """Return the recipes that an earlier fleet showed to be red. Raises ComparisonError for another file."""
     path = path if is_file(path) else path / FLEET_FILE
-    problem = f"not a fleet.json of schema_version {_SCHEMA_VERSION}"
+    problem = f"not a fleet.json of schema_version {_SCHEMA_VERSION}" if is_file(path) else "no such file"
     try:
-        content = read_json(path) if is_file(path) else None
-        if content is None:
-            problem = "no such file"
-        elif content.get("schema_version") == _SCHEMA_VERSION and "recipes" in content:
-            return red_recipes(content["recipes"])
+        content = read_json(path) if is_file(path) else {}
+        if content.get("schema_version") == _SCHEMA_VERSION:
+            return red_recipes(checked(Fleet, content, path).recipes)
     except StoreError as error:
         problem = str(error)
-    except (KeyError, TypeError, ValueError, AttributeError):
-        problem = "a row is damaged"
     raise ComparisonError(
         f"--before: {path}: {problem}; give the --output folder of an earlier abrun compare --fleet"
     )
 
 
-def red_recipes(rows: Iterable[Mapping[str, Any]]) -> RedRecipes:
-    """Return the recipes that the rows of a `fleet.json` show to be red at its false discovery rate."""
-    red = set()
-    for row in rows:
-        if row["status"] not in STATUSES or type(row["is_red"]) is not bool:
-            raise ValueError(row["status"])
-        is_discovery = row["is_red"] and row["adjusted_p"] is not None and row["adjusted_p"] <= ALPHA
-        if is_discovery or row["status"] == "red before":
-            red.add((str(row["name"]), row["reference_sha256"]))
-    return red
+def red_recipes(rows: Iterable[FleetRow]) -> RedRecipes:
+    """Return the recipes that are red at the fleet's false discovery rate, or were red before."""
+    return {
+        (row.name, row.reference_sha256)
+        for row in rows
+        if row.status == "red before"
+        or (row.is_red and row.adjusted_p is not None and row.adjusted_p <= ALPHA)
+    }
 
 
 # --- a fleet on the terminal and as a page ---
@@ -429,9 +436,9 @@ def _summarize(rows: Sequence[FleetRow], counts: Mapping[Status, int]) -> str:
     names = [row.name for row in rows if row.status == "regressed here"]
     head = f"{len(names)} of {counted(rows, 'recipe')}" if names else "no recipe"
     other_rows = [
-        f"{num} {one if num == 1 else several}"
-        for status, (*_, one, several) in _LOOKS.items()
-        if status != "regressed here" and ((num := counts[status]) or status == "green")
+        f"{num} {_LOOKS[status].one if num == 1 else _LOOKS[status].several}"
+        for status in (*reversed(STATUSES[1:-1]), "green")
+        if (num := counts[status]) or status == "green"
     ]
     text = f"{head} regressed here; {', '.join(other_rows)}"
     num_more = len(names) - _MAX_NAMES
@@ -460,12 +467,12 @@ def render_terminal(fleet: Fleet, page: str | None) -> "RenderableType":
     from rich.panel import Panel
     from rich.text import Text
 
-    color = _LOOKS[fleet.recipes[0].status][0]
+    color = _LOOKS[fleet.recipes[0].status].color
     title = Text(f"Fleet of {counted(fleet.recipes, 'recipe')}", style=f"bold {color}")
     summary = Text(display_safe(fleet.summary))
     renderables: list[RenderableType] = [Panel(summary, title=title, title_align="left", border_style=color)]
     cells = [
-        [row.name, Text(row.status, style=_LOOKS[row.status][0]), *_numbers(row), row.reason]
+        [row.name, Text(row.status, style=_LOOKS[row.status].color), *_numbers(row), row.reason]
         for row in fleet.recipes
         if row.status != "green"
     ]
@@ -497,7 +504,7 @@ def _page_row(row: FleetRow) -> str:
     name = _escape(row.name)
     if row.report:
         name = f'<a href="{html.escape(quote(row.report))}">{name}</a>'
-    chip = f'<span class="chip {_LOOKS[row.status][1]}">{row.status}</span>'
+    chip = f'<span class="chip {_LOOKS[row.status].page_class}">{row.status}</span>'
     cells = [name, chip, *map(_escape, (row.reason, *_numbers(row)))]
     labelled = zip(_PAGE_COLUMNS, cells, strict=True)  # a phone shows the labels
     return f"<tr>{''.join(f'<td data-label={name}>{cell}</td>' for name, cell in labelled)}</tr>"

@@ -2,8 +2,7 @@
 
 import os
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -24,50 +23,63 @@ from abrun.report.present.tables import Table, columns
 from abrun.runs.files import is_directory
 from abrun.runs.metric_names import default_transform
 from abrun.runs.redaction import printable
-from abrun.stats.online import ALPHA, MIN_SEEDS, Sample, read_candidate, seeds_to_add
+from abrun.stats.online import (
+    ALPHA,
+    MIN_SEEDS,
+    NUM_OLD,
+    OLD_RUNS_SD,
+    Noise,
+    environment_excess,
+    plan_seeds,
+    read_candidate,
+    seeds_to_add,
+    spent_level,
+)
 from abrun.stats.series import in_window, window_bounds
 from abrun.tools.drift.store import (
     Answer,
     Runs,
     Start,
     State,
-    create_ledger,
-    environment_sha256,
-    locked_state,
+    create_store,
+    locked_store,
+    paired_differences,
     read_state,
-    refuse_changed_runs,
     remember_run,
 )
 from abrun.verdict.sensitivity import check_distinct_seeds
 from abrun.verdict.summaries import summarize_runs
 
-INCUMBENT_SEEDS = 16  # recommended: with fewer, fewer improvements are found
 OLD_AFTER_DAYS = 7.0
 _DAY_S = 86400.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where the runs of a candidate are, or of an incumbent."""
+
+    path: str
+    reading: ReadingOptions
+    arm: str | None = None  # required if there are several
+    control: str | None = None  # arm of fresh runs of the incumbent
+    old_runs: bool = False  # without such an arm: judge by the incumbent's earlier runs alone
+    name: str | None = None  # in the store; None: that of the folder
+
+
 def start_gate(
-    path: Path,
-    source: str,
-    reading: ReadingOptions,
-    claim: Claim,
-    *,
-    arm: str | None = None,
-    name: str | None = None,
-    worth: str | None = None,
-    alpha: float | None = None,
+    path: Path, source: Source, claim: Claim, *, worth: str | None = None, alpha: float | None = None
 ) -> tuple[State, list[Reason]]:
-    """Write a new ledger whose incumbent is a source's arm, and say what is left out. Raises AbrunError."""
+    """Write a new store whose incumbent is a source's arm, and say what is left out. Raises AbrunError."""
     _check_claim(claim)
     amount, in_sds = _parse_worth(worth or "2 sigma", claim)
-    incumbent, claim, (first_step, last_step), left_out = _read_arm(source, reading, claim, arm, name)
-    _refuse_unfinished(incumbent)
-    num_runs = len(incumbent.values)
-    if num_runs < MIN_SEEDS or len({*incumbent.values}) == 1:
+    incumbent, _, claim, (first_step, last_step), left_out = _read_arms(source, claim)
+    _refuse_unfinished(incumbent, "an incumbent")
+    if len(incumbent.runs) < MIN_SEEDS or len({*incumbent.values}) == 1:
         raise ComparisonError(
-            f"{incumbent.name}: got {counted(num_runs, 'run')} as the incumbent; allowed: at least "
+            f"{incumbent.name}: got {counted(incumbent.runs, 'run')} as the incumbent; allowed: at least "
             f"{MIN_SEEDS} that differ, so that the noise is known"
         )
+    sd = float(np.sqrt(Noise.of(incumbent.values).variance))
     start = Start(
         time_s=time.time(),
         metric=claim.metric,
@@ -80,117 +92,167 @@ def start_gate(
         worth=amount,
         worth_in_sds=in_sds,
         alpha=alpha or ALPHA,
+        max_seeds=plan_seeds(amount if in_sds else (amount - claim.margin_in[0]) / sd),
         incumbent=incumbent,
     )
-    create_ledger(path, start)
-    return State(start=start, incumbent=incumbent), [*left_out]
+    create_store(path, start)
+    return State(start=start, incumbent=incumbent), left_out
 
 
-@np.errstate(all="ignore")
-def ask_gate(
-    path: Path, source: str, reading: ReadingOptions, *, arm: str | None = None, name: str | None = None
-) -> tuple[Answer, State, list[Reason]]:
+def ask_gate(path: Path, source: Source) -> tuple[Answer, State, list[Reason]]:
     """Judge a candidate at its present seeds, and record the answer. Returns what it does not cover, too.
 
-    Asking again without new runs returns the recorded answer. Asking about the incumbent adds its new runs.
-    Raises AbrunError.
+    A call adds the runs that are new to those that the store knows. Without new ones, the answer is the
+    recorded one. Asking about the incumbent adds its new runs. Raises AbrunError.
     """
     start = read_state(path).start
     steps = start.first_step, start.last_step
-    candidate, *_, left_out = _read_arm(source, reading, start.claim(), arm, name, steps)
-    with locked_state(path) as (state, writer):
-        answer = _judge(state, candidate)
+    candidate, controls, *_, left_out = _read_arms(source, start.claim(), steps)
+    with locked_store(path) as (state, append):
+        answer = _judge(state, candidate, controls, old_runs=source.old_runs)
         if answer is not state.candidates.get(candidate.name):
-            writer.write(asdict(answer))
-            writer.sync()
-            state.add(answer)
+            append(answer)
     return answer, state, [*left_out, *caveats(answer, state, time.time())]
 
 
-def _judge(state: State, candidate: Runs) -> Answer:
+def _judge(state: State, candidate: Runs, controls: Runs, *, old_runs: bool) -> Answer:
     """Return the answer about a candidate, which is the recorded one if it has no new runs."""
     name, start = candidate.name, state.start
-    earlier = state.candidates.get(name)
-    if earlier:
-        refuse_changed_runs(earlier.candidate, candidate)
-        is_same = earlier.candidate.num_runs == candidate.num_runs
-        if is_same and earlier.candidate.failed == candidate.failed:
-            return earlier
-    for known_name, runs in state.runs_by_name.items():
-        if known_name != name:
-            _refuse_copies(name, runs.restore(start.metric), candidate.restore(start.metric), start.metric)
+    earlier, is_incumbent = state.candidates.get(name), name == state.incumbent.name
+    stored = state.incumbent if is_incumbent else earlier.candidate if earlier else Runs(name=name)
+    candidate = stored.with_new(candidate)
+    controls = earlier.controls.with_new(controls) if earlier else controls
+    if earlier and (earlier.candidate.runs, earlier.controls.runs) == (candidate.runs, controls.runs):
+        return earlier
+    _refuse_known_runs(state, candidate, controls)
     answer = Answer(
-        number=state.num_answers + 1,
         time_s=time.time(),
         outcome="WORSE",
         candidate=candidate,
+        controls=controls,
         incumbent=state.incumbent.name,
-        num_incumbent_runs=len(state.incumbent.values),
+        num_old=len(state.incumbent.values),
         level=state.level(name),
     )
-    if name == state.incumbent.name:
-        refuse_changed_runs(state.incumbent, candidate)
-        _refuse_unfinished(candidate)
-        num_runs = len(candidate.values)
-        num_missing = max(0, INCUMBENT_SEEDS - num_runs)
-        return replace(answer, outcome="INCUMBENT", num_incumbent_runs=num_runs, seeds_to_add=num_missing)
+    if is_incumbent:
+        _refuse_unfinished(candidate, "an incumbent")
+        return replace(answer, outcome="INCUMBENT", num_old=len(candidate.values))
+    if earlier:
+        _refuse_decided(earlier, state)
+    if not (controls.runs or old_runs):
+        raise ComparisonError(
+            f"{name}: has no fresh runs of {state.incumbent.name} beside it; name their arm with --control, "
+            "launch them with --round RECIPE, or judge by the old runs alone, which finds less: --old-runs"
+        )
+    _refuse_unfinished(controls, "a control")
+    without = {run.seed for run in candidate.runs} - {run.seed for run in controls.runs}
+    if controls.runs and without:
+        raise ComparisonError(
+            f"{name}: seed {listed(sorted(without))} has no control; run {state.incumbent.name} with the "
+            "same seeds in the same round"
+        )
+    if len(candidate.runs) > start.max_seeds:
+        raise ComparisonError(
+            f"{name}: got {counted(candidate.runs, 'seed')}; allowed: at most {start.max_seeds}, as planned "
+            f"for --worth; leave the later ones out with --seeds"
+        )
+    if len(candidate.values) < len(candidate.runs):  # a run that failed or diverged is a result
+        return answer
+    return replace(answer, **_test_candidate(state, candidate, controls))
+
+
+def _refuse_decided(earlier: Answer, state: State) -> None:
+    """Raise ComparisonError for new runs of a candidate that was decided, or compared with another one."""
+    name, incumbent = earlier.candidate.name, state.incumbent.name
     if name in state.superseded:
         raise ComparisonError(
-            f"{name}: new runs of an earlier incumbent; to judge it against {state.incumbent.name}, run it "
+            f"{name}: new runs of an earlier incumbent; to judge it against {incumbent}, run it anew and "
+            "give another --name"
+        )
+    if earlier.outcome != "OPEN" and not earlier.candidate.failed:
+        raise ComparisonError(
+            f"{name}: was discarded as {earlier.outcome}, and its level is spent; to judge it again, run it "
             "anew and give another --name"
         )
-    if candidate.num_runs > start.max_seeds:
+    if earlier.controls.runs and earlier.incumbent != incumbent:
         raise ComparisonError(
-            f"{name}: got {candidate.num_runs} seeds; allowed: at most {start.max_seeds}, chosen in advance "
-            f"(--seeds 0-{start.max_seeds})"
+            f"{name}: its controls are runs of {earlier.incumbent}, but the incumbent is now {incumbent}; "
+            "run it anew beside that, and give another --name"
         )
-    is_unfinished = candidate.num_diverged or candidate.failed
-    return answer if is_unfinished else replace(answer, **_test_candidate(state, candidate))
 
 
-def _test_candidate(state: State, candidate: Runs) -> dict[str, Any]:
-    """Return the fields of the answer that follow from the values of the candidate and the incumbent."""
-    start = state.start
-    sign = 1.0 if start.higher_is_better else -1.0
-    samples = Sample.of(sign * np.array(candidate.values)), Sample.of(sign * np.array(state.incumbent.values))
-    noise = state.noise(candidate.name)
-    settings = {
-        "level": state.level(candidate.name),
-        "worth": start.worth,
-        "in_sds": start.worth_in_sds,
-        "margin": start.margin,
-        "max_seeds": start.max_seeds,
-    }
-    reading = read_candidate(*samples, noise, **settings)
-    decided = {"BETTER": reading.better, "WORSE": reading.worse, "ALIKE": reading.alike}
+def _refuse_known_runs(state: State, candidate: Runs, controls: Runs) -> None:
+    """Raise ComparisonError for a run that repeats another, or that the store knows under another name."""
+    metric = state.start.metric
+    judged, fresh = candidate.restore(metric), controls.restore(metric)
+    _refuse_copies(candidate.name, fresh, judged, metric, paired=True)
+    control_names = {run.name for run in controls.runs}
+    for stored in state.known_runs():
+        originals = tuple(run for run in stored.restore(metric) if run.place not in control_names)
+        for name, runs in ((candidate.name, judged), (controls.name, fresh)):
+            if stored.name != name:
+                _refuse_copies(candidate.name, originals, runs, metric)
+
+
+def _refuse_copies(
+    name: str,
+    originals: tuple[RecordedRun, ...],
+    runs: tuple[RecordedRun, ...],
+    metric: str,
+    *,
+    paired: bool = False,
+) -> None:
+    """Raise ComparisonError if two runs are one, `paired`: of two seeds."""
+    problem = check_distinct_seeds(Sides(baselines=originals, treatments=runs, paired=paired), metric)
+    if problem:
+        raise ComparisonError(f"{problem}; run {name} with seeds that no other run has")
+
+
+def _test_candidate(state: State, candidate: Runs, controls: Runs) -> dict[str, Any]:
+    """Return the fields of the answer that follow from the values."""
+    start, name = state.start, candidate.name
+    values = {run.seed: run.value for run in controls.runs}
+    fresh = state.sign * np.array([values[run.seed] for run in candidate.runs]) if controls.runs else None
+    memory = state.memory(name, controls)
+    num_seeds, earlier = len(candidate.values), state.candidates.get(name)
+    spent = float(spent_level(state.level(name), num_seeds, start.max_seeds))
+    level = max(0.0, spent - (earlier.spent if earlier else 0.0))
+    with np.errstate(all="ignore"):
+        reading = read_candidate(
+            state.sign * np.array(candidate.values),
+            fresh,
+            memory,
+            level=level,
+            worth=start.worth,
+            in_sds=start.worth_in_sds,
+            margin=start.margin,
+            max_seeds=start.max_seeds,
+        )
+    repeats = fresh is not None and not paired_differences(candidate, controls).any()
+    decided = {"BETTER": reading.better, "WORSE": reading.worse, "ALIKE": reading.alike | repeats}
     outcome = next((outcome for outcome, is_shown in decided.items() if is_shown), "OPEN")
+    excess = None if fresh is None else float(environment_excess(fresh, memory))
     return {
         "outcome": outcome,
-        "reading_level": float(reading.level),
+        "num_old": int(memory.num_old),
+        "spent": spent,
+        "reading_level": level,
         "interval": tuple(map(float, reading.interval())),
         "worth": float(start.worth * (reading.sd if start.worth_in_sds else 1.0)),
-        "seeds_to_add": int(seeds_to_add(*samples, noise, **settings)) if outcome == "OPEN" else 0,
+        "environment": excess if excess is not None and np.isfinite(excess) else None,
+        "seeds_to_add": seeds_to_add(num_seeds, start.max_seeds) if outcome == "OPEN" else 0,
         **{key: float(getattr(reading, key)) for key in ("p", "improvement", "upper", "sd")},
     }
 
 
-def _refuse_unfinished(incumbent: Runs) -> None:
-    """Raise ComparisonError if a run of the incumbent failed or has no finite value."""
-    num_diverged = incumbent.num_diverged + len(incumbent.failed)
-    if num_diverged:
+def _refuse_unfinished(runs: Runs, kind: str) -> None:
+    """Raise ComparisonError if a run failed or has no finite value."""
+    num = len(runs.runs) - len(runs.values)
+    if num:
         raise ComparisonError(
-            f"{incumbent.name}: {counted(num_diverged, 'run')} failed or became NaN or infinite; an "
-            "incumbent needs runs that end; leave the run out with --exclude"
+            f"{runs.name}: {counted(num, 'run')} failed or became NaN or infinite; {kind} needs runs that "
+            "end; run it again, or leave it out with --exclude"
         )
-
-
-def _refuse_copies(
-    candidate: str, known_runs: tuple[RecordedRun, ...], own: tuple[RecordedRun, ...], metric: str
-) -> None:
-    """Raise ComparisonError if a run of the candidate repeats another one, or a known run of another name."""
-    problem = check_distinct_seeds(Sides(baselines=known_runs, treatments=own, paired=False), metric)
-    if problem:
-        raise ComparisonError(f"{problem}; run {candidate} with seeds that no other run has")
 
 
 def _check_claim(claim: Claim) -> None:
@@ -223,48 +285,42 @@ def _parse_worth(worth: str, claim: Claim) -> tuple[float, bool]:
     return amount, in_sds
 
 
-def _read_arm(
-    source: str,
-    reading: ReadingOptions,
-    claim: Claim,
-    arm: str | None,
-    name: str | None,
-    steps: tuple[int, int] | None = None,
-) -> tuple[Runs, Claim, tuple[int, int], Sequence[Reason]]:
-    """Return the claim's values of an arm's runs, the claim, its steps, and what was left out.
+def _read_arms(
+    source: Source, claim: Claim, steps: tuple[int, int] | None = None
+) -> tuple[Runs, Runs, Claim, tuple[int, int], list[Reason]]:
+    """Return candidate, controls, the claim, its steps, and what was left out.
 
-    `steps`: those of the ledger; None: those of the claim's window. Raises AbrunError.
+    `steps`: those of the store; None: those of the claim's window. Raises AbrunError.
     """
-    experiment = open_sources([source], reading, [claim])
+    experiment = open_sources([source.path], source.reading, [claim])
     (claim,) = experiment.compare.claims
-    arm = experiment.choose_arm(arm, experiment.arms)
-    name = name or _name_runs(source, reading, experiment, arm)
-    runs = list(experiment.arm(arm).values())
-    grid = union_steps(run.series(claim.metric).steps for run in runs)
-    steps = steps or window_bounds(claim.window, grid, claim.metric)
-    failed = tuple(str(run) for run in runs if run.status == "failed")
-    values = {run: _reduce_run(run, claim, steps) for run in runs if run.status != "failed"}
-    finite = {run: value for run, value in values.items() if np.isfinite(value)}
-    _refuse_copies(name, (), tuple(finite), claim.metric)
-    ends = [run.span_s[1] for run in runs if run.span_s]
-    judged = Runs(
-        name=name,
-        values=tuple(finite.values()),
-        num_diverged=len(values) - len(finite),
-        failed=failed,
-        runs=tuple(remember_run(run, claim.metric) for run in runs),
-        left_out=experiment.unselected,
-        oldest_s=min(ends) if len(ends) == len(runs) else None,
-        environment_sha256=environment_sha256(runs) if all(run.environment for run in runs) else None,
-    )
-    return judged, claim, steps, experiment.left_out
+    if source.control is not None and source.control not in experiment.arms:
+        raise ComparisonError(f"--control: got {source.control!r}; allowed: {listed(experiment.arms)}")
+    arm = experiment.choose_arm(source.arm, [arm for arm in experiment.arms if arm != source.control])
+    name = source.name or _name_runs(source, experiment, arm)
+    if steps is None:
+        grid = union_steps(run.series(claim.metric).steps for run in experiment.arm(arm).values())
+        steps = window_bounds(claim.window, grid, claim.metric)
+
+    def read(arm: str | None, name: str, prefix: str = "") -> Runs:
+        runs = list(experiment.arm(arm).values()) if arm else []
+        values = {run: _reduce_run(run, claim, steps) for run in runs if run.status != "failed"}
+        finite = tuple(run for run, value in values.items() if np.isfinite(value))
+        _refuse_copies(name, (), finite, claim.metric)
+        remembered = [remember_run(run, claim.metric, values.get(run)) for run in runs]
+        named = tuple(replace(run, name=prefix + run.name) for run in remembered)
+        return Runs(name=name, runs=named, left_out=() if prefix else experiment.unselected)
+
+    # Seeds may repeat from round to round: the candidate's name tells its controls from others
+    controls = read(source.control, f"controls of {name}", f"{name}: ")
+    return read(arm, name), controls, claim, steps, [*experiment.left_out]
 
 
-def _name_runs(source: str, reading: ReadingOptions, experiment: RecordedExperiment, arm: str) -> str:
+def _name_runs(source: Source, experiment: RecordedExperiment, arm: str) -> str:
     """Return the name of the given folder; its arm's of several, `ARM=SOURCE`, `--pattern` or a file."""
-    label, path = parse_source(source)
-    is_alone = len(experiment.arms) == 1 and not label and "{arm}" not in (reading.pattern or "")
-    if stored := find_stored_experiment([source], reading.runs_dir):
+    label, path = parse_source(source.path)
+    is_alone = len(experiment.arms) == 1 and not label and "{arm}" not in (source.reading.pattern or "")
+    if stored := find_stored_experiment([source.path], source.reading.runs_dir):
         folder = printable(Path(os.path.realpath(stored)).name)
         return folder if is_alone else f"{folder}/{arm}"
     return printable(Path(os.path.realpath(path)).name) if is_alone and is_directory(path) else arm
@@ -301,15 +357,21 @@ def answer_text(answer: Answer, state: State) -> str:
     if candidate.num_diverged:
         num_runs = counted(candidate.num_diverged, "run")
         return f"WORSE: {start.metric} of {candidate.name} is NaN or infinite in {num_runs}; discard it"
+    if answer.controls.runs and not paired_differences(candidate, answer.controls).any():
+        return (
+            f"ALIKE: {candidate.name} repeats {incumbent} bit for bit in {counted(candidate.values, 'pair')}"
+            ": it changes nothing, or was not applied; discard it"
+        )
     difference = difference_text(answer.improvement, answer.interval)
-    evidence = (
-        f"improvement of {start.metric} {difference}, {counted(candidate.values, 'seed')} against "
-        f"{answer.num_incumbent_runs} runs"
-    )
+    basis = f"{counted(candidate.values, 'seed')} against {answer.num_old} old runs"
+    if answer.controls.runs:
+        basis = f"{counted(candidate.values, 'pair')}, {answer.num_old} old runs"
+    evidence = f"improvement of {start.metric} {difference}, {basis}"
     above = f" by more than {start.margin:g}" if start.margin else ""
     levels = f"p {answer.p:.2g}, level {answer.reading_level:.2g}"
-    more = f"add {counted(answer.seeds_to_add, 'seed')} and ask again"
-    next_step = more if answer.seeds_to_add else "its seeds are spent: discard it"
+    unit = "pair" if answer.controls.runs else "seed"
+    request = f"add {counted(answer.seeds_to_add, unit)} and ask again"
+    next_step = request if answer.seeds_to_add else "its seeds are spent: discard it"
     results = {
         "BETTER": f"improves on {incumbent}{above} and is the new incumbent: {evidence}; {levels}",
         "WORSE": f"is worse than {incumbent}: {evidence}; discard it",
@@ -321,18 +383,19 @@ def answer_text(answer: Answer, state: State) -> str:
 
 
 def caveats(answer: Answer, state: State, now_s: float) -> list[Reason]:
-    """Return what the answer does not cover: the incumbent's age and machine, and what to run next."""
+    """Return what the answer does not cover: old runs alone, their age, and other machines or versions."""
     reasons = []
     incumbent = state.superseded.get(answer.incumbent, state.incumbent)
-    days = None if incumbent.oldest_s is None else (now_s - incumbent.oldest_s) / _DAY_S
-    if days is not None and days >= OLD_AFTER_DAYS:
-        reasons.append(Code.GATE_AGE(incumbent=incumbent.name, days=round(days)))
-    hashes = {incumbent.environment_sha256, answer.candidate.environment_sha256}
-    if len(hashes) == 2 and None not in hashes:
+    compared = answer.controls if answer.controls.runs else replace(incumbent, runs=incumbent.runs[-NUM_OLD:])
+    if answer.outcome != "INCUMBENT" and not answer.controls.runs:
+        reasons.append(Code.GATE_OLD_RUNS(incumbent=incumbent.name, moved=OLD_RUNS_SD))
+        ends_s = [run.end_s for run in compared.runs if run.end_s is not None]
+        days = (now_s - min(ends_s)) / _DAY_S if ends_s else 0.0
+        if days >= OLD_AFTER_DAYS:
+            reasons.append(Code.GATE_AGE(incumbent=incumbent.name, days=round(days)))
+    hashes = {run.environment_sha256 for run in (*compared.runs, *answer.candidate.runs)} - {None}
+    if len(hashes) > 1:
         reasons.append(Code.GATE_ENVIRONMENT(candidate=answer.candidate.name, incumbent=incumbent.name))
-    missing = INCUMBENT_SEEDS - len(state.incumbent.values)
-    if missing > 0:
-        reasons.append(Code.GATE_ADD_TO_INCUMBENT(incumbent=state.incumbent.name, seeds_to_add=missing))
     return reasons
 
 
@@ -341,12 +404,14 @@ def as_json(answer: Answer | None, state: State) -> dict[str, Any]:
     start = state.start
     num_tried, num_kept = len(state.candidates), len(state.discoveries)
     totals = {"metric": start.metric, "num_candidates": num_tried, "num_discoveries": num_kept}
+    totals["max_seeds"] = start.max_seeds
     if answer:
-        hidden = ("outcome", "candidate", "kind", "number", "time_s")
+        hidden = ("outcome", "candidate", "controls", "kind", "time_s")
         return {
             "answer": answer.outcome,
             "candidate": answer.candidate.name,
-            "num_seeds": answer.candidate.num_runs,
+            "num_seeds": len(answer.candidate.runs),
+            "num_controls": len(answer.controls.runs),
             "left_out": answer.candidate.left_out,
             **{key: value for key, value in asdict(answer).items() if key not in hidden},
             **totals,
@@ -369,21 +434,21 @@ def render_state(state: State) -> RenderableType:
             datetime.fromtimestamp(answer.time_s, UTC).date().isoformat(),
             answer.candidate.name,
             answer.outcome,
-            str(len(answer.candidate.values)),
+            f"{len(answer.candidate.values)}+{len(answer.controls.values)}",
             answer.incumbent,
             difference_text(answer.improvement, answer.interval),
             f"{answer.level:.2g}",
         )
         for answer in state.candidates.values()
     ]
-    titles = ("date", "candidate", "answer", "seeds", "incumbent", "improvement [90 % CI]", "level")
+    titles = ("date", "candidate", "answer", "runs", "incumbent", "improvement [90 % CI]", "level")
     start = state.start
     text = (
         f"gate on {start.metric} over steps {start.first_step}-{start.last_step}, "
         f"{'higher' if start.higher_is_better else 'lower'} is better: "
         f"{counted(state.candidates, 'candidate')}, {len(state.discoveries)} kept; the incumbent is "
-        f"{state.incumbent.name} ({counted(state.incumbent.values, 'run')}); level of the next candidate "
-        f"{state.next_level:.2g}"
+        f"{state.incumbent.name} ({counted(state.incumbent.values, 'run')}); at most {start.max_seeds} pairs "
+        f"a candidate; level of the next {state.next_level:.2g}"
     )
     head = Text(printable(text), style="bold")
-    return Group(Table(columns(*titles, numeric=("seeds",), fold=True), rows), head) if rows else head
+    return Group(Table(columns(*titles, fold=True), rows), head) if rows else head

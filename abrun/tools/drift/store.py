@@ -1,30 +1,32 @@
-"""The store of a gate: one line for its start, then one for each answer, appended under a lock.
+"""The store of a gate: all runs that it was ever shown, and its answers, as hash-chained lines of one file.
 
-The state is replayed from the lines. A line is one write, so a killed gate leaves all of its answer or none.
+The first line counts the others and holds the hash of the last. Each answer rewrites the file atomically
+under a lock, so a killed gate leaves all of it or none, and a file with fewer lines than it counts was
+shortened. The state is replayed from the lines.
 """
 
 import hashlib
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field, ValidationError
 
 from abrun.errors import ComparisonError, StoreError
 from abrun.logs.recorded.experiment import RecordedRun, Reference
-from abrun.logs.recorded.ledger import sha256_of
+from abrun.logs.recorded.ledger import hash_entry, sha256_of
 from abrun.recipe.claims import Claim
-from abrun.runs.files import PUBLIC_MODE
+from abrun.runs.files import write_file
 from abrun.runs.layout import RunName
-from abrun.runs.lines import LineWriter, read_json_lines
+from abrun.runs.lines import LineParser, damaged_line_error, json_line
 from abrun.runs.lock import file_lock
 from abrun.runs.metric_names import Transform, find_metric, is_learned
 from abrun.runs.schemas import Count, Items, Seconds, Texts, checked
-from abrun.stats.online import MAX_SEEDS, Noise, Sample, lord_level
+from abrun.stats.online import MAX_SEEDS, NUM_OLD, Memory, Noise, estimate_environment, lord_level
 from abrun.stats.series import Series
 from abrun.verdict.machines import SOFTWARE_KEYS
 
@@ -32,13 +34,15 @@ Outcome = Literal["BETTER", "WORSE", "ALIKE", "OPEN", "INCUMBENT"]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Level = Annotated[float, Field(ge=0, lt=1)]
 
-NUM_POINTS = 50  # kept of a curve
-MIN_DISTINCT = 10  # numbers; two runs of a coarse metric share fewer by chance
+_VERSION = 2
+_NUM_POINTS = 50  # kept of a curve
+_MIN_DISTINCT = 10  # numbers; two runs of a coarse metric share fewer by chance
+_NUM_ROUNDS = 16  # last ones, of which the variance of the environment is estimated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownRun:
-    """One run: its name, and a curve that no other run has; none if it recorded too few numbers for one.
+    """One run: its value by the claim, and a curve that no other run has, if it recorded enough for one.
 
     That curve is some points of the claimed metric. If the metric is coarse or diverged, it is the bytes of a
     hash of all that the run learned, which only exact copies share.
@@ -46,32 +50,44 @@ class KnownRun:
 
     name: str
     seed: Count
+    value: Number | None  # in the claim's transformed unit; None: it failed or diverged
+    failed: bool = False
     steps: Items[Count] = ()
-    values: Items[Number] = ()
+    points: Items[Number] = ()
+    end_s: Seconds | None = None  # None: unknown
+    environment_sha256: str | None = None  # of package versions and devices
 
     def restore(self, arm: str, metric: str) -> RecordedRun:
-        """Return the run with that curve as its log of the metric, under the arm's name in the ledger."""
-        curve = Series(np.array(self.steps, np.int64), np.array(self.values))
+        """Return the run with its curve as the log of the metric, under the arm's name in the store."""
+        curve = Series(np.array(self.steps, np.int64), np.array(self.points))
         name = RunName(arm=arm, seed=self.seed)
         return RecordedRun(name=name, place=self.name, status="finished", metrics={metric: curve})
 
 
-def remember_run(run: RecordedRun, metric: str) -> KnownRun:
-    """Return what recognises a run later. Values have seven digits: more do not survive every log."""
+def remember_run(run: RecordedRun, metric: str, value: float | None) -> KnownRun:
+    """Return what recognises a run later. Numbers have seven digits: more do not survive every log."""
     curve = run.series(metric)
-    indices = np.unique(np.linspace(0, len(curve) - 1, min(NUM_POINTS, len(curve))).astype(int))
-    steps, values = curve.steps[indices], curve.values[indices]
-    if len(np.unique(values)) < MIN_DISTINCT or not np.isfinite(values).all():
-        values = _hash_learned_numbers(run)
-        steps = np.arange(len(values))
-    known_values = tuple(float(f"{value:.7g}") for value in values)
-    return KnownRun(name=str(run), seed=run.name.seed, steps=tuple(steps.tolist()), values=known_values)
+    indices = np.unique(np.linspace(0, len(curve) - 1, min(_NUM_POINTS, len(curve))).astype(int))
+    steps, points = curve.steps[indices], curve.values[indices]
+    if len(np.unique(points)) < _MIN_DISTINCT or not np.isfinite(points).all():
+        points = _hash_learned_numbers(run)
+        steps = np.arange(len(points))
+    return KnownRun(
+        name=str(run),
+        seed=run.name.seed,
+        value=value if value is not None and np.isfinite(value) else None,
+        failed=run.status == "failed",
+        steps=tuple(steps.tolist()),
+        points=tuple(float(f"{point:.7g}") for point in points),
+        end_s=run.span_s[1] if run.span_s else None,
+        environment_sha256=environment_sha256([run]) if run.environment else None,
+    )
 
 
 def _hash_learned_numbers(run: RecordedRun) -> bytes:
     """Return a hash of all metrics that depend on the run; empty if they have too few distinct numbers."""
     learned = {name: series for name, series in sorted(run.metrics.items()) if _depends_on_run(name, series)}
-    if sum(len(np.unique(series.values)) for series in learned.values()) < MIN_DISTINCT:
+    if sum(len(np.unique(series.values)) for series in learned.values()) < _MIN_DISTINCT:
         return b""
     numbers = hashlib.sha256()
     for name, series in learned.items():
@@ -90,33 +106,51 @@ def _depends_on_run(metric: str, series: Series) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runs:
-    """Runs of one arm as the claim reads them."""
+    """Runs of one arm in the order in which they were shown."""
 
     name: str
-    values: Items[Number]  # one a run, in the claim's transformed unit
-    num_diverged: Count = 0  # further runs, which are NaN or infinite in the window
-    failed: Texts = ()  # names of further runs, which have no value
-    runs: Items[KnownRun] = ()  # all of these; none in a ledger of an earlier version
+    runs: Items[KnownRun] = ()
     left_out: Texts = ()  # names of the source's other runs, by --seeds and --exclude
-    # End of the oldest run; None: unknown. Hash of package versions and devices; None: unknown or several
-    oldest_s: Seconds | None = None
-    environment_sha256: str | None = None
 
     @property
-    def num_runs(self) -> int:
-        return len(self.values) + self.num_diverged + len(self.failed)
+    def values(self) -> list[float]:
+        return [run.value for run in self.runs if run.value is not None]
+
+    @property
+    def failed(self) -> list[str]:
+        return [run.name for run in self.runs if run.failed]
+
+    @property
+    def num_diverged(self) -> int:
+        return len(self.runs) - len(self.values) - len(self.failed)
 
     def restore(self, metric: str) -> tuple[RecordedRun, ...]:
-        """Return the runs that can be recognised, each with its known curve as its log of the metric."""
-        return tuple(run.restore(self.name, metric) for run in self.runs if run.values)
+        """Return the runs that can be recognised."""
+        return tuple(run.restore(self.name, metric) for run in self.runs if run.points)
+
+    def with_new(self, new_runs: "Runs") -> "Runs":
+        """Return these runs and those that are shown for the first time. No run is taken back.
+
+        A failed run may have been run again. Raises ComparisonError for a run with another value.
+        """
+        runs_by_name = {run.name: run for run in self.runs}
+        for run in new_runs.runs:
+            earlier = runs_by_name.get(run.name, run)
+            if earlier.value != run.value and not earlier.failed:
+                raise ComparisonError(
+                    f"{self.name}: {run.name} was judged with another value; give the runs as they were, or "
+                    "the new ones under another --name"
+                )
+            runs_by_name[run.name] = run
+        left_out = dict.fromkeys([*self.left_out, *new_runs.left_out])
+        return replace(self, runs=tuple(runs_by_name.values()), left_out=tuple(left_out))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """The first line: what is claimed of every candidate, and the first incumbent."""
+    """The second line: what is claimed of every candidate, and the first incumbent."""
 
     kind: Literal["start"] = "start"
-    version: Literal[1] = 1
     time_s: Seconds
     metric: str
     window: str
@@ -128,7 +162,7 @@ class Start:
     worth: Annotated[float, Field(gt=0, allow_inf_nan=False)]  # improvement that ALIKE rules out
     worth_in_sds: bool  # in pooled standard deviations of a run instead of the metric's unit
     alpha: Annotated[float, Field(gt=0, lt=0.5)]  # false discovery rate
-    max_seeds: Annotated[int, Field(ge=3, le=100)] = MAX_SEEDS
+    max_seeds: Annotated[int, Field(ge=3, le=MAX_SEEDS)]
     incumbent: Runs
 
     def claim(self) -> Claim:
@@ -146,20 +180,22 @@ class Answer:
     """A later line: what the gate answered about a candidate."""
 
     kind: Literal["answer"] = "answer"
-    number: Annotated[int, Field(ge=1)]  # of the line, without the first
     time_s: Seconds
     outcome: Outcome
     candidate: Runs
+    controls: Runs  # fresh runs of the incumbent, of the candidate's seeds; none: old runs alone
     incumbent: str
-    num_incumbent_runs: Count
+    num_old: Count  # of the incumbent's earlier runs
     level: Level  # of the candidate, over all its readings
-    reading_level: Level = 0.0  # share of it that this reading had
+    spent: Level = 0.0  # of it, up to and with this reading
+    reading_level: Level = 0.0
     p: Annotated[float, Field(ge=0, le=1)] = 1.0  # one-sided, of no improvement above the margin
     improvement: Number = 0.0  # positive is better
     interval: tuple[Number, Number] = (0.0, 0.0)  # 90 %, of this reading alone
     upper: Number = 0.0  # upper bound of the improvement that ALIKE uses
     worth: Number = 0.0  # in the claim's unit
     sd: Number = 0.0  # of one run, pooled
+    environment: Number | None = None  # what this round says about its variance, in variances of a run
     seeds_to_add: Count = 0
 
 
@@ -168,21 +204,21 @@ class State:
     """Incumbent, candidates and discoveries after some lines."""
 
     start: Start
-    incumbent: Runs
+    incumbent: Runs  # with the controls of all candidates since
     candidates: dict[str, Answer] = field(default_factory=dict)  # last answer, in the order of their levels
     discoveries: list[int] = field(default_factory=list)  # number of candidates with a level at each keep
     superseded: dict[str, Runs] = field(default_factory=dict)  # earlier incumbents
-    num_answers: int = 0
 
     def add(self, answer: Answer) -> None:
-        self.num_answers += 1
         if answer.outcome != "INCUMBENT":
             self.candidates[answer.candidate.name] = answer
         if answer.outcome == "BETTER":
-            self.superseded[self.incumbent.name] = self.incumbent
+            self.superseded[self.incumbent.name] = self.incumbent.with_new(answer.controls)
             self.discoveries.append(len(self.candidates))
         if answer.outcome in ("BETTER", "INCUMBENT"):
             self.incumbent = answer.candidate
+        else:
+            self.incumbent = self.incumbent.with_new(answer.controls)
 
     @property
     def next_level(self) -> float:
@@ -192,83 +228,161 @@ class State:
         """Return a candidate's level: the one that it got first, or the next of the procedure."""
         return self.candidates[name].level if name in self.candidates else self.next_level
 
-    @property
-    def runs_by_name(self) -> dict[str, Runs]:
-        judged = {name: answer.candidate for name, answer in self.candidates.items()}
-        return judged | self.superseded | {self.incumbent.name: self.incumbent}
+    def known_runs(self) -> Iterator[Runs]:
+        """Yield every run that was shown, by candidates and incumbents."""
+        yield from (answer.candidate for answer in self.candidates.values())
+        yield from self.superseded.values()
+        yield self.incumbent
 
-    def noise(self, candidate: str) -> Noise:
-        """Return the noise of all runs except the incumbent's and this candidate's."""
-        left_out = candidate, self.incumbent.name
-        other_runs = [runs.values for name, runs in self.runs_by_name.items() if name not in left_out]
-        samples = [Sample.of(values) for values in other_runs if values]
-        return Noise(
-            squares=float(sum(sample.squares for sample in samples)),
-            dof=float(sum(sample.count - 1 for sample in samples)),
+    def memory(self, candidate: str, controls: Runs) -> Memory:
+        """Return what all other runs say, oriented so that higher is better."""
+        fresh = {run.name for run in controls.runs}
+        earlier = [
+            run.value for run in self.incumbent.runs if run.name not in fresh and run.value is not None
+        ]
+        old = self.sign * np.array(earlier[-NUM_OLD:])
+        other_answers = [answer for name, answer in self.candidates.items() if name != candidate]
+        runs = Noise.of(self.start.incumbent.values)
+        pairs = Noise(squares=2 * runs.squares, dof=runs.dof)  # a pair is at least as alike as two seeds
+        for answer in other_answers:
+            differences = paired_differences(answer.candidate, answer.controls)
+            values = answer.controls.values or answer.candidate.values
+            runs = runs + Noise.of(values) if values else runs
+            pairs = pairs + Noise.of(differences) if len(differences) else pairs
+        excesses = [
+            np.nan if answer.environment is None else answer.environment
+            for answer in other_answers[-_NUM_ROUNDS:]
+        ]
+        return Memory(
+            old_mean=old.mean() if len(old) else 0.0,
+            num_old=len(old),
+            runs=runs,
+            pairs=pairs,
+            environment=estimate_environment(excesses),
         )
 
+    @property
+    def sign(self) -> float:
+        return 1.0 if self.start.higher_is_better else -1.0
 
-def create_ledger(path: Path, start: Start) -> None:
-    """Write the first line. Raises StoreError if the file exists or cannot be written."""
-    taken = StoreError(f"--start: {path} already exists; drop --start to ask it, or choose another file")
-    with suppress(FileNotFoundError):
-        if path.lstat().st_size:
-            raise taken
-    with closing(LineWriter(path, PUBLIC_MODE)) as writer, file_lock(path):
-        if read_json_lines(path):  # another gate was faster
-            raise taken
-        writer.write(asdict(start))
-        writer.sync()
+
+def paired_differences(candidate: Runs, controls: Runs) -> np.ndarray:
+    """Return candidate - control of the seeds that both have a value of, in the candidate's order."""
+    control_values = {run.seed: run.value for run in controls.runs if run.value is not None}
+    return np.array(
+        [
+            run.value - control_values[run.seed]
+            for run in candidate.runs
+            if run.value is not None and run.seed in control_values
+        ]
+    )
+
+
+def create_store(path: Path, start: Start) -> None:
+    """Write the first lines. Raises StoreError if the file exists or cannot be written."""
+    try:
+        with path.open("xb") as file:
+            file.write(_lines_of([_linked(asdict(start), "")]))
+    except FileExistsError:
+        raise StoreError(
+            f"--start: {path} already exists; drop --start to ask it, or choose another file"
+        ) from None
+    except OSError as error:
+        raise StoreError(f"--start: {path} cannot be written: {error.strerror}; choose another") from None
+
+
+def _linked(row: Mapping[str, Any], previous: str) -> dict[str, Any]:
+    """Return a row with the hash of the row before it, and its own."""
+    linked = json.loads(json_line({**row, "previous": previous}))
+    linked.pop("crc32")
+    return {**linked, "sha256": hash_entry(linked)}
+
+
+def _lines_of(rows: Sequence[Mapping[str, Any]]) -> bytes:
+    head = {"kind": "store", "version": _VERSION, "lines": len(rows), "sha256": rows[-1]["sha256"]}
+    return b"".join(map(json_line, [head, *rows]))
+
+
+def _read_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows without the first. Raises StoreError for another file, or a damaged or shorter one."""
+    if not path.is_file():
+        raise StoreError(
+            f"--against: {path} is not a file; start a store: abrun gate INCUMBENT --start --against {path} "
+            "--claim 'train/reward:last 20%:better 0'"
+        )
+    content = path.read_bytes()  # at once: another gate may replace the file
+    parser, rows = LineParser(), []
+    for number, line in enumerate(content.splitlines(keepends=True), 1):
+        if not line.endswith(b"\n"):
+            break
+        try:
+            rows.append(parser.parse(line[:-1]))
+        except ValueError as error:
+            raise damaged_line_error(path, f"line {number}", line, error) from None
+    head, *rows = rows or [{}]
+    if head.get("kind") == "start":
+        raise StoreError(
+            f"--against: {path} is of an earlier abrun, without controls; start a new store with --start"
+        )
+    if head.get("kind") != "store" or head.get("version") != _VERSION:
+        raise StoreError(f"--against: {path} is not a store of abrun gate; start one with --start")
+    if len(rows) != head.get("lines"):
+        problem = (
+            "its last line is torn"
+            if not content.endswith(b"\n")
+            else "it was shortened, or joined with another"
+        )
+        raise StoreError(
+            f"--against: {path} has {len(rows)} of {head.get('lines')} lines: {problem}; restore the file"
+        )
+    previous = ""
+    for number, row in enumerate(rows, 2):
+        if row.get("previous") != previous or row.get("sha256") != hash_entry(row):
+            raise StoreError(
+                f"--against: {path}, line {number} was edited, or does not follow line {number - 1}; "
+                "restore the file"
+            )
+        previous = row["sha256"]
+    if not rows or previous != head.get("sha256"):
+        raise StoreError(
+            f"--against: {path}: its last line is not the one that was written; restore the file"
+        )
+    return rows
 
 
 def read_state(path: Path) -> State:
     """Return the state of a gate. Raises StoreError if there is no such file, or if a line is damaged."""
-    if not path.is_file():
-        raise StoreError(
-            f"--against: {path} is not a file; start a ledger: abrun gate INCUMBENT --start --against {path} "
-            "--claim 'train/reward:last 20%:better 0'"
-        )
-    rows = read_json_lines(path)
-    if not rows or rows[0].get("kind") != "start":
-        raise StoreError(f"--against: {path} is not a ledger of abrun gate; start one with --start")
-    start = checked(Start, rows[0], path)
+    return _replay(path, _read_rows(path))
+
+
+def _replay(path: Path, rows: Sequence[Mapping[str, Any]]) -> State:
+    contents = [{key: row[key] for key in row if key not in ("previous", "sha256")} for row in rows]
+    start = checked(Start, contents[0], path)
     try:
         start.claim()
     except ValidationError as error:
         problem = error.errors()[0]["msg"].removeprefix("Value error, ")
         raise StoreError(f"{path}: window: {problem}; restore the file, or remove it") from None
     state = State(start=start, incumbent=start.incumbent)
-    for row in read_json_lines(path, has_checksums=True)[1:]:
-        answer = checked(Answer, row, path)
-        expected = state.num_answers + 1
-        if answer.number != expected:
-            raise StoreError(
-                f"--against: {path}: answer {answer.number} stands where answer {expected} should; restore "
-                "the file"
-            )
-        state.add(answer)
+    for content in contents[1:]:
+        state.add(checked(Answer, content, path))
     return state
 
 
 @contextmanager
-def locked_state(path: Path) -> Iterator[tuple[State, LineWriter]]:
-    """Yield the state of a file that is a ledger, and a writer for its next answer; other gates wait."""
+def locked_store(path: Path) -> Iterator[tuple[State, Callable[[Answer], None]]]:
+    """Yield the state of a store, and a function that appends one answer to both; other gates wait."""
+    _read_rows(path)  # raise for other files before waiting for a lock
     with file_lock(path):
-        state = read_state(path)  # first: opening a writer cuts a torn last line, also of another file
-        with closing(LineWriter(path)) as writer:
-            yield state, writer
+        rows = _read_rows(path)
+        state = _replay(path, rows)
 
+        def append(answer: Answer) -> None:
+            row = _linked(asdict(answer), rows[-1]["sha256"])
+            write_file(path, _lines_of([*rows, row]), mode=path.stat().st_mode & 0o777)
+            state.add(answer)
 
-def refuse_changed_runs(earlier: Runs, runs: Runs) -> None:
-    """Raise ComparisonError unless the runs contain all runs of the earlier answer."""
-    num_missing = (Counter(earlier.values) - Counter(runs.values)).total()
-    num_missing += max(0, earlier.num_diverged - runs.num_diverged)
-    num_missing += len({*earlier.failed} - {run.name for run in runs.runs})
-    if num_missing:
-        raise ComparisonError(
-            f"{runs.name}: {num_missing} of the {earlier.num_runs} runs that were judged are missing or "
-            "changed; give all earlier runs with the new ones, or another --name"
-        )
+        yield state, append
 
 
 def environment_sha256(runs: Sequence[RecordedRun | Reference]) -> str:

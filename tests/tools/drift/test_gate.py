@@ -9,25 +9,26 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from abrun import cli
+from abrun.api import launch
 from abrun.errors import AbrunError
 from abrun.logs.recorded.selection import ReadingOptions
 from abrun.logs.recorded.sources import open_sources
 from abrun.logs.recorded.stored import load_experiment
 from abrun.messages.codes import Code
-from abrun.runs.lines import LineWriter, read_json_lines
-from abrun.stats.online import lord_level
-from abrun.tools.drift.gate import _name_runs, ask_gate, caveats
-from abrun.tools.drift.store import Answer, State, read_state, refuse_changed_runs
+from abrun.runs.lines import json_line
+from abrun.stats.online import OLD_RUNS_SD, lord_level, spent_level
+from abrun.tools.drift.audit import audit_rule
+from abrun.tools.drift.gate import Source, _name_runs, _test_candidate, ask_gate, caveats
+from abrun.tools.drift.store import Answer, KnownRun, Runs, State, read_state
 from tests.reasons import refused
 from tests.verdict.simulate import fail, write_experiment
 
@@ -53,8 +54,13 @@ class Typed(NamedTuple):
 
 
 def typed(*arguments: object) -> Typed:
-    """Run the command; an error that a user can fix is code 2 and its line, as in `cli.main`."""
-    result = CliRunner().invoke(cli.app, ["gate", *map(str, arguments)])
+    """Run the command; an error that a user can fix is code 2 and its line, as in `cli.main`.
+
+    A candidate without a control is judged by old runs alone.
+    """
+    words = [*map(str, arguments)]
+    has_control = words[0].startswith("--") or {"--start", "--control", "--audit"} & {*words}
+    result = CliRunner().invoke(cli.app, ["gate", *words, *([] if has_control else ["--old-runs"])])
     if isinstance(result.exception, AbrunError):
         return Typed(2, result.stdout, f"abrun: {result.exception}")
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
@@ -68,8 +74,10 @@ def start(tmp_path: Path, levels: Sequence[float] = BASE, claim: str = CLAIM, **
     return ledger
 
 
-def ask(ledger: Path, source: Path) -> Answer:
-    return ask_gate(ledger, str(source), READING)[0]
+def ask(store: Path, source: Path, **fields: Any) -> Answer:
+    """Ask about a candidate, by old runs alone unless it has a control."""
+    fields = {"old_runs": "control" not in fields, **fields}
+    return ask_gate(store, Source(path=str(source), reading=READING, **fields))[0]
 
 
 def ask_json(ledger: Path, source: Path) -> dict:
@@ -84,15 +92,16 @@ def test_each_answer_has_its_exit_code_and_the_incumbent_changes_on_better(tmp_p
     open_answer = ask_json(ledger, write_runs(tmp_path / "idea", [0.55]))
     assert (open_answer["answer"], open_answer["exit_code"]) == ("OPEN", 4)
     assert 1 <= open_answer["seeds_to_add"] <= 7
-    values = {"incumbent": "base", "seeds_to_add": 4}
-    assert open_answer["note_codes"] == [{"code": "gate_add_to_incumbent", "values": values}]
+    values = {"incumbent": "base", "moved": OLD_RUNS_SD}
+    assert open_answer["note_codes"] == [{"code": "gate_old_runs", "values": values}]
     better = ask_json(ledger, write_runs(tmp_path / "idea", [0.55, 0.57, 0.56, 0.58, 0.55]))
     assert (better["answer"], better["exit_code"], better["num_discoveries"]) == ("BETTER", 0, 1)
-    assert better["improvement"] == pytest.approx(0.062) and better["p"] <= better["reading_level"]
+    assert better["improvement"] == pytest.approx(0.0511, abs=1e-4)  # of the last eight
+    assert better["p"] <= better["reading_level"]
     assert better["level"] == open_answer["level"]  # of the candidate, not of the reading
     worse = ask_json(ledger, write_runs(tmp_path / "worse", [0.5, 0.49, 0.51]))
     assert (worse["answer"], worse["exit_code"], worse["incumbent"]) == ("WORSE", 3, "idea")
-    assert worse["num_incumbent_runs"] == 5
+    assert worse["num_old"] == 5
 
 
 def test_lower_is_better_is_known_from_the_metric_or_the_claim(tmp_path):
@@ -130,8 +139,11 @@ def test_a_kept_candidate_is_answered_as_before_and_its_new_runs_join_the_baseli
 def test_runs_that_were_judged_cannot_be_taken_back(tmp_path):
     ledger = start(tmp_path)
     ask(ledger, write_runs(tmp_path / "idea", [0.45, 0.56]))
-    with refused("1 of the 2 runs that were judged are missing or changed"):
+    with refused("idea/seed-0 was judged with another value"):
         ask(ledger, write_runs(tmp_path / "idea", [0.58, 0.56, 0.59]))
+    shutil.rmtree(tmp_path / "idea")
+    answer = ask(ledger, write_runs(tmp_path / "idea", [0.45]))  # the other one still counts
+    assert sorted(answer.candidate.values) == [0.45, 0.56]
 
 
 def test_the_answer_about_an_open_candidate_is_against_the_incumbent_of_the_day(tmp_path):
@@ -156,7 +168,7 @@ def test_the_ledger_is_shown_and_so_is_its_next_level(tmp_path):
     ledger = start(tmp_path)
     ask(ledger, write_runs(tmp_path / "idea", [0.5, 0.49, 0.51]))
     result = typed("--against", ledger)
-    assert result.exit_code == 0 and re.search(r"idea +ALIKE +3 +base", result.stdout)
+    assert result.exit_code == 0 and re.search(r"idea +ALIKE +3\+0 +base", result.stdout)
     shown = json.loads(typed("--against", ledger, "--json").stdout)
     assert (shown["num_candidates"], shown["incumbent"], shown["num_runs"]) == (1, "base", 12)
 
@@ -168,7 +180,9 @@ def test_experiments_of_abrun_are_judged_by_arm(tmp_path):
     result = typed(incumbent, *words)
     assert result.exit_code == 2 and "--arm" in result.stderr
     assert typed(incumbent, "--arm", "baseline", *words).exit_code == 0
-    answer, *_ = ask_gate(ledger, str(incumbent), READING, arm="treatment")
+    answer, *_ = ask_gate(
+        ledger, Source(path=str(incumbent), reading=READING, arm="treatment", old_runs=True)
+    )
     assert answer.candidate.name == "first/treatment" and answer.incumbent == "first/baseline"
 
 
@@ -183,21 +197,30 @@ def test_folders_of_runs_are_candidates_of_their_names(tmp_path):
     single = write_experiment(
         tmp_path / "idea-7", arms={"baseline": {}}, controls={"faults": [{"name": "flipped_advantages"}]}
     )
-    named = f"x={tmp_path / 'g' / 'bad'}"
-    assert _name_runs(named, READING, open_sources([named], READING, []), "x") == "x"
-    assert _name_runs(str(single), READING, load_experiment(single), "baseline") == "idea-7"
+    named = Source(path=f"x={tmp_path / 'g' / 'bad'}", reading=READING)
+    assert _name_runs(named, open_sources([named.path], READING, []), "x") == "x"
+    stored = Source(path=str(single), reading=READING)
+    assert _name_runs(stored, load_experiment(single), "baseline") == "idea-7"
 
 
-def test_age_and_machine_of_the_incumbent_are_caveats(tmp_path):
+def test_old_runs_their_age_and_another_machine_are_caveats(tmp_path):
     ledger = start(tmp_path)
-    answer, state, _ = ask_gate(ledger, str(write_runs(tmp_path / "idea", [0.5])), READING)
-    assert [reason.code for reason in caveats(answer, state, 0.0)] == [Code.GATE_ADD_TO_INCUMBENT]
-    old = replace(state.incumbent, oldest_s=1e9, environment_sha256="a")
-    moved = replace(answer, candidate=replace(answer.candidate, environment_sha256="b"))
-    aged = State(start=state.start, incumbent=old)
-    reasons = {reason.code: reason for reason in caveats(moved, aged, 1e9 + 30 * 86400)}
-    assert reasons.keys() == {Code.GATE_AGE, Code.GATE_ENVIRONMENT, Code.GATE_ADD_TO_INCUMBENT}
-    assert reasons[Code.GATE_AGE]["days"] == 30 and reasons[Code.GATE_ADD_TO_INCUMBENT]["seeds_to_add"] == 4
+    idea = Source(path=str(write_runs(tmp_path / "idea", [0.5])), reading=READING, old_runs=True)
+    answer, state, _ = ask_gate(ledger, idea)
+    assert [reason.code for reason in caveats(answer, state, 0.0)] == [Code.GATE_OLD_RUNS]
+
+    def marked(runs: Runs, **marks: Any) -> Runs:
+        return replace(runs, runs=tuple(replace(run, **marks) for run in runs.runs))
+
+    old = marked(state.incumbent, end_s=1e9, environment_sha256="a")
+    moved = replace(answer, candidate=marked(answer.candidate, environment_sha256="b"))
+    reasons = {
+        reason.code: reason for reason in caveats(moved, State(start=state.start, incumbent=old), 1e9 + 3e6)
+    }
+    assert reasons.keys() == {Code.GATE_OLD_RUNS, Code.GATE_AGE, Code.GATE_ENVIRONMENT}
+    assert reasons[Code.GATE_AGE]["days"] == 35
+    beside = replace(moved, controls=marked(answer.candidate, end_s=1e9, environment_sha256="b"))
+    assert caveats(beside, State(start=state.start, incumbent=old), 1e9 + 3e6) == []
 
 
 def test_two_gates_at_once_both_count(tmp_path):
@@ -213,12 +236,12 @@ def test_a_killed_gate_leaves_an_answer_or_none(tmp_path):
     ledger = start(tmp_path)
     idea = write_runs(tmp_path / "idea", [0.5, 0.52])
     script = (
-        "import os, signal; from abrun.tools.drift import gate as command; from abrun.runs import lines\n"
-        "write = lines.os.write\n"
-        "lines.os.write = lambda file, line: (write(file, line[:50]), os.kill(os.getpid(), signal.SIGKILL))\n"
+        "import os, signal; from pathlib import Path; from abrun.runs import files\n"
+        "from abrun.tools.drift.gate import Source, ask_gate\n"
         "from abrun.logs.recorded.selection import ReadingOptions\n"
-        f"command.ask_gate(__import__('pathlib').Path({str(ledger)!r}), {str(idea)!r}, "
-        "ReadingOptions(allows_one_arm=True))"
+        "files.os.replace = lambda *names: os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"source = Source(path={str(idea)!r}, reading=ReadingOptions(allows_one_arm=True), old_runs=True)\n"
+        f"ask_gate(Path({str(ledger)!r}), source)"
     )
     ended = subprocess.run([sys.executable, "-c", script], env=os.environ, timeout=60, check=False)
     assert ended.returncode == -signal.SIGKILL and len(ledger.read_bytes().splitlines()) == 2
@@ -250,10 +273,10 @@ def test_a_candidate_with_a_diverged_run_is_worse(tmp_path):
     levels = [0.9, 0.9, float("nan")]
     result = typed(write_runs(tmp_path / "wild", levels), "--against", ledger)
     assert result.exit_code == 3 and "NaN or infinite in 1 run" in result.stdout
-    with refused("1 of the 3 runs that were judged are missing or changed"):
+    with refused("wild/seed-2 was judged with another value"):
         ask(ledger, write_runs(tmp_path / "wild", [0.9, 0.9, 0.9]))
-    answer = ask(ledger, write_runs(tmp_path / "wild", [*levels, 0.91]))
-    assert answer.outcome == "WORSE" and answer.candidate.num_runs == 4
+    with refused("wild: was discarded as WORSE"):
+        ask(ledger, write_runs(tmp_path / "wild", [*levels, 0.91]))
     with refused("1 run failed or became NaN or infinite"):
         ask(ledger, write_runs(tmp_path / "base", [*BASE, float("nan")]))
 
@@ -281,13 +304,14 @@ def test_a_failed_run_is_a_result_that_cannot_be_taken_back(tmp_path):
     result = typed(experiment, "--arm", "treatment", "--against", ledger)
     assert result.exit_code == 3 and "WORSE: of first/treatment, treatment/seed-1 failed" in result.stdout
     (answer,) = read_state(ledger).candidates.values()
-    earlier = answer.candidate
-    hidden = replace(earlier, failed=(), runs=tuple(run for run in earlier.runs if run.seed != 1))
-    with refused("1 of the 5 runs that were judged are missing or changed"):
-        refuse_changed_runs(earlier, replace(hidden, values=(*hidden.values, 0.9)))
+    assert answer.candidate.failed == ["treatment/seed-1"]
+    hidden = ask(ledger, experiment, arm="treatment")
+    assert hidden == answer
     shutil.rmtree(failed_run)
     shutil.copytree(kept, failed_run)  # it was run again
-    again, *_ = ask_gate(ledger, str(experiment), READING, arm="treatment")
+    again, *_ = ask_gate(
+        ledger, Source(path=str(experiment), reading=READING, arm="treatment", old_runs=True)
+    )
     assert len(again.candidate.values) == 5 and not again.candidate.failed
 
 
@@ -371,7 +395,7 @@ def test_a_coarse_metric_is_recognised_by_the_rest_of_the_log(tmp_path):
         write_log(tmp_path / f"idea/seed-{seed}.csv", losses[original], 0.5)
     for seed, original in enumerate([2, 8]):
         write_log(tmp_path / f"best/seed-{seed}.csv", losses[original], 0.75)
-    assert ask(ledger, tmp_path / "idea").candidate.values == (0.5, 0.5, 0.5)
+    assert ask(ledger, tmp_path / "idea").candidate.values == [0.5, 0.5, 0.5]
     with refused("run best with seeds that no other run has") as error:
         ask(ledger, tmp_path / "best")
     assert "best/seed-0 repeats the numbers of base/seed-2" in str(error.value)
@@ -396,19 +420,200 @@ def test_runs_that_are_left_out_are_said_and_recorded(tmp_path):
     assert read_state(tmp_path / "second.jsonl").incumbent.left_out == ("seed-3.csv",)
 
 
-def test_a_ledger_of_an_earlier_version_is_read(tmp_path):
-    ledger = start(tmp_path)
-    ask(ledger, write_runs(tmp_path / "idea", [0.5, 0.52]))
-    rows = read_json_lines(ledger)
-    for runs in (rows[0]["incumbent"], rows[1]["candidate"]):
-        for key in ("runs", "failed", "left_out"):
-            del runs[key]
-    ledger.unlink()
-    with closing(LineWriter(ledger)) as writer:
-        for row in rows:
-            writer.write(row)
-    assert ask(ledger, tmp_path / "idea").candidate.runs == ()  # the recorded answer
-    assert ask(ledger, write_runs(tmp_path / "idea", [0.5, 0.52, 0.51])).candidate.num_runs == 3
+def test_a_ledger_of_an_earlier_version_says_what_to_do(tmp_path):
+    (tmp_path / "old.jsonl").write_bytes(json_line({"kind": "start", "version": 1}))
+    with refused("is of an earlier abrun, without controls; start a new store with --start"):
+        ask(tmp_path / "old.jsonl", write_runs(tmp_path / "idea", [0.5]))
+
+
+def write_round(folder: Path, values: Sequence[float], fresh: Sequence[float], first: int = 0) -> Path:
+    """Write candidates `idea` and controls `base` of the same seeds, from `first` on."""
+    for arm, levels in (("idea", values), ("base", fresh)):
+        (folder / arm).mkdir(parents=True, exist_ok=True)
+        for seed, level in enumerate(levels, first):
+            # The first steps, outside of the window, tell a seed from others
+            rows = [f"{step},{level if step > 2 else 0.1 + seed / 1000}" for step in range(1, 5)]
+            text = "\n".join(["step,train/reward", *rows]) + "\n"
+            (folder / arm / f"seed-{seed}.csv").write_text(text)
+    return folder
+
+
+FRESH = [0.71, 0.69, 0.7, 0.72, 0.68, 0.7, 0.71, 0.69]
+ROUND = {"arm": "idea", "control": "base"}
+
+
+def test_a_round_is_judged_by_its_pairs_whatever_the_machine_adds(tmp_path):
+    """Both arms are .2 above the old runs, which are 10 sd of a run."""
+    store = start(tmp_path)
+    equal = write_round(tmp_path / "equal", [0.7, 0.71, 0.69, 0.7], FRESH[:4], 20)
+    assert ask(store, equal, name="equal", **ROUND).outcome != "BETTER"
+    better = write_round(tmp_path / "better", [level + 0.09 for level in FRESH], FRESH[::-1], 30)
+    answer = ask(store, better, **ROUND)
+    assert answer.outcome == "BETTER" and answer.improvement == pytest.approx(0.09)
+    kept = read_state(store)
+    assert kept.incumbent.name == "idea" and len(kept.superseded["base"].runs) == 12 + 4 + 8
+
+
+def test_pairs_are_added_and_their_level_is_spent_once(tmp_path):
+    store, spent = start(tmp_path), 0.0
+    values = [level + 0.03 for level in FRESH]
+    for count in (1, 2, 4, 8):
+        folder = write_round(tmp_path / "r", values[:count], FRESH[::-1][:count], 20)
+        answer = ask(store, folder, **ROUND)
+        assert (
+            answer.reading_level == pytest.approx(answer.spent - spent) and len(answer.controls.runs) == count
+        )
+        assert answer.spent == spent_level(answer.level, count, 8)
+        spent = answer.spent
+        assert answer.seeds_to_add == (count if answer.outcome == "OPEN" and count < 8 else 0)
+    assert len(read_state(store).candidates) == 1
+
+
+def test_a_candidate_that_repeats_its_controls_changes_nothing(tmp_path):
+    store = start(tmp_path)
+    result = typed(
+        write_round(tmp_path / "r", FRESH, FRESH, 20),
+        "--against",
+        store,
+        "--arm",
+        "idea",
+        "--control",
+        "base",
+    )
+    assert result.exit_code == 6 and "repeats base bit for bit in 8 pairs" in result.stdout
+    assert read_state(store).discoveries == []
+
+
+def test_byte_identical_candidates_are_never_better(tmp_path):
+    """1,000 rounds of copies of the controls, on a machine that adds what it likes."""
+    store, rng = start(tmp_path), np.random.default_rng(0)
+    state = read_state(store)
+    for number in range(1000):
+        fresh = rng.normal(0.5 + rng.normal(), 0.02, int(rng.choice([1, 2, 4, 8])))
+        shown = [
+            KnownRun(name=f"{number}/{seed}", seed=seed, value=value)
+            for seed, value in enumerate(fresh.tolist())
+        ]
+        runs = Runs(name=f"c{number}", runs=tuple(shown))
+        fields = _test_candidate(state, runs, replace(runs, name="controls"))
+        assert fields["outcome"] in ("ALIKE", "WORSE"), fields
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ("no control", "has no fresh runs of base beside it"),
+        ("seed without control", "seed 22 has no control"),
+        ("control is old", "controls of idea/seed-21 repeats the numbers of base/seed-3"),
+        ("failed control", "a control needs runs that end"),
+        ("candidate is old", "seeds that no other run has"),
+        ("unknown control", "--control: got 'x'; allowed: base, idea"),
+    ],
+)
+def test_a_round_that_shows_nothing_is_refused(tmp_path, change, problem):
+    store, fields = tmp_path / "gate.jsonl", dict(ROUND)
+    curves = draw_curves(0, 8)
+    base = write_curves(tmp_path / "base", curves)
+    assert typed(base, "--against", store, "--start", "--claim", CLAIM).exit_code == 0
+    fresh = {f"seed-{20 + number}": curve for number, curve in enumerate(draw_curves(1, 3).values())}
+    idea = {f"seed-{20 + number}": curve for number, curve in enumerate(draw_curves(2, 3).values())}
+    if change == "no control":
+        fields = {"arm": "idea", "old_runs": False}
+    if change == "unknown control":
+        fields["control"] = "x"
+    if change == "seed without control":
+        del fresh["seed-22"]
+    if change == "control is old":
+        fresh["seed-21"] = curves["seed-3"]
+    if change == "candidate is old":
+        idea["seed-21"] = curves["seed-3"]
+    if change == "failed control":
+        fresh["seed-21"] = np.where(np.arange(80) > 60, np.nan, fresh["seed-21"])
+    write_curves(tmp_path / "round/base", fresh)
+    before = (store.read_bytes(), write_curves(tmp_path / "round/idea", idea))[0]
+    with refused(problem):
+        ask(store, tmp_path / "round", **fields)
+    assert store.read_bytes() == before
+
+
+def test_pairs_beside_an_earlier_incumbent_do_not_count_on(tmp_path):
+    store = start(tmp_path)
+    first = [level + 0.02 for level in FRESH]
+    slow = write_round(tmp_path / "slow", first[:1], FRESH[:1], 20)
+    assert ask(store, slow, name="slow", **ROUND).outcome == "OPEN"
+    fast = write_round(tmp_path / "fast", [level + 0.3 for level in FRESH], FRESH[::-1], 30)
+    assert ask(store, fast, name="fast", **ROUND).outcome == "BETTER"
+    with refused("slow: its controls are runs of base, but the incumbent is now fast"):
+        ask(store, write_round(tmp_path / "slow", first[:2], FRESH[:2], 20), name="slow", **ROUND)
+
+
+def test_a_round_is_launched_with_new_seeds_judged_and_resumed(tmp_path, monkeypatch):
+    """The candidate learns at a fifth of the incumbent's rate."""
+    external = Path(__file__).parents[2] / "external"
+    recipe = tmp_path / "idea.yaml"
+    text = (external / "foreign.yaml").read_text().replace("tests/external", str(external))
+    recipe.write_text(text.replace("name: foreign", "name: idea"))
+    monkeypatch.chdir(tmp_path)
+    launch(recipe, seeds=range(3), name="base", quiet=True)
+    store = ("--against", "gate.jsonl")
+    words = ("--arm", "baseline", "--start", "--claim", "train/reward:last 40%:better 0, higher is better")
+    assert typed("base", *store, *words).exit_code == 0
+    result = typed("--round", recipe, *store, "--json")
+    assert result.exit_code != 2, result.stderr
+    answer = json.loads(result.stdout)
+    assert (answer["candidate"], answer["num_seeds"], answer["num_controls"]) == ("idea", 1, 1)
+    rounds = sorted(Path("runs").glob("idea*"))
+    (seed,) = {int(path.name.removeprefix("seed-")) for path in rounds[0].glob("*/seed-*")}
+    assert seed > 1000 and [path.name for path in rounds] == ["idea-round-1"]
+    assert answer["next"][0]["argv"][0] == "abrun" if answer["answer"] == "OPEN" else answer["next"] == []
+    shutil.rmtree(rounds[0] / "treatment" / f"seed-{seed}")  # killed before it was judged
+    Path("gate.jsonl").unlink()
+    assert typed("base", *store, *words).exit_code == 0
+    again = json.loads(typed("--round", recipe, *store, "--json").stdout)
+    assert again["improvement"] == pytest.approx(answer["improvement"]) and again["num_seeds"] == 1
+    if answer["answer"] != "OPEN":
+        assert "was answered" in typed("--round", recipe, *store).stderr
+    for words, problem in (
+        (("--old-runs",), "--old-runs as well"),
+        (("--arm", "x"), "give the one to compare"),
+    ):
+        result = typed("--round", recipe, *store, *words, "--name", "other")
+        assert result.exit_code == 2 and problem in result.stderr
+
+
+ACCEPT = """
+import csv, pathlib, sys
+def mean(side):
+    files = sorted((pathlib.Path(sys.argv[1]) / side).iterdir())
+    ends = [list(csv.DictReader(file.open()))[-1] for file in files]
+    return sum(float(end["train/reward"]) for end in ends) / len(ends)
+sys.exit(mean("candidate") < mean("baseline") - 0.1)
+"""
+
+
+def test_a_rule_is_scored_on_equal_runs_and_on_those_that_differ(tmp_path):
+    (tmp_path / "accept.py").write_text(ACCEPT)
+    arms = {
+        "baseline": {},
+        "broken": {"policy.logprobs.impl": "chunked"},
+        "subtle": {"policy.optimizer.beta2": 0.9},
+    }
+    experiment = write_experiment(
+        tmp_path / "faulty", arms=arms, seeds=[0, 1, 2, 3], shift={"broken": -0.3, "subtle": -0.01}
+    )
+    command = f"{sys.executable} {tmp_path / 'accept.py'} {{runs}}"
+    content = json.loads(typed(experiment, "--audit", command, "--json").stdout)
+    assert [tuple(arm.values()) for arm in content["arms"]] == [
+        ("baseline", False, 0, 6),
+        ("broken", True, 6, 6),
+        ("subtle", True, 0, 6),
+    ]
+    assert (
+        "rejects 0 % of equal runs, and 50 % of runs that differ, and never detects 1" in content["summary"]
+    )
+    for rule, problem in {"true": "without {runs}", "/no/such/rule {runs}": "cannot be asked"}.items():
+        with refused(problem):
+            audit_rule(rule, str(experiment), READING)
 
 
 def test_what_cannot_be_asked_is_one_line(tmp_path):
@@ -416,14 +621,14 @@ def test_what_cannot_be_asked_is_one_line(tmp_path):
     (tmp_path / "other.jsonl").write_text('{"step": 1}\n')
     cases = [
         ((idea, "--against", tmp_path / "none"), "--start"),
-        ((idea, "--against", tmp_path / "other.jsonl"), "not a ledger"),
+        ((idea, "--against", tmp_path / "other.jsonl"), "not a store"),
         ((idea, "--against", ledger, "--worth", "1"), "--worth requires --start"),
         ((idea, "--against", ledger, "--start"), "--claim"),
         (("--against", ledger, "--start", "--claim", CLAIM), "CANDIDATE"),
         ((idea, "--against", ledger, "--start", "--claim", CLAIM), "allowed: at least 3"),
         ((tmp_path / "base", "--against", ledger, "--start", "--claim", CLAIM), "already exists"),
         ((write_runs(tmp_path / "short", [0.5], end=3), "--against", ledger), "steps 3-4"),
-        ((write_runs(tmp_path / "many", [0.5] * 9), "--against", ledger), "at most 8"),
+        ((write_runs(tmp_path / "many", [0.5] * 9), "--against", ledger), "at most 8, as planned"),
         ((write_runs(tmp_path / "loss", [0.5], "train/loss"), "--against", ledger), "not recorded"),
         ((tmp_path / "missing", "--against", ledger), "missing"),
     ]

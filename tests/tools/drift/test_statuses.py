@@ -1,7 +1,7 @@
 """Simulated nightlies: the false discovery rate, and the share of right splits, over many fleets."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -102,7 +102,7 @@ def simulate(rng: np.random.Generator, num_recipes: int, num_seeds: int, spread:
         earlier.append(RecipeEvidence(name=name, reference_sha256=name, judgement=judge(runs(still))))
         if failed and truth in ("calm", "at the margin"):
             truth_by_name[name] = "accident"
-    red_before = red_recipes(asdict(classify(earlier))["recipes"])
+    red_before = red_recipes(classify(earlier).recipes)
     return classify(now, red_before), truth_by_name
 
 
@@ -121,7 +121,7 @@ def test_chance_before_hides_no_regression() -> None:
     before = classify(fleet_of(MARGIN + 1.4))
     row = {row.name: row for row in before.recipes}["chance"]
     assert row.is_red and row.status == "open"
-    now = classify(fleet_of(SHIFT), red_recipes(asdict(before)["recipes"]))
+    now = classify(fleet_of(SHIFT), red_recipes(before.recipes))
     assert {row.name: row.status for row in now.recipes}["chance"] == "regressed here"
 
 

@@ -1,7 +1,6 @@
 """Damaged ledgers of `abrun gate`: one line, exit code 2, and the file stays as it is."""
 
 import copy
-import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 
 from abrun.errors import StoreError
 from abrun.runs.lines import json_line, read_json_lines
-from abrun.tools.drift.store import locked_state, read_state
+from abrun.tools.drift.store import _lines_of, _linked, locked_store, read_state
 from tests.tools.drift.test_gate import CLAIM, Typed, ask, start, typed, write_runs
 
 ALL = pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])
@@ -44,6 +43,19 @@ def with_value(content: Any, path: tuple, value: Any) -> Any:
     return content
 
 
+def without_hashes(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if key not in ("previous", "sha256")}
+
+
+def chained(rows: list[dict[str, Any]]) -> bytes:
+    """Return the content of a store of these rows, as somebody who forges the hashes would write it."""
+    linked, previous = [], ""
+    for row in rows:
+        linked.append(_linked(row if isinstance(row, dict) else {"row": row}, previous))
+        previous = linked[-1]["sha256"]
+    return _lines_of(linked)
+
+
 def assert_one_line(result: Typed, path: tuple, value: Any) -> None:
     if result.exit_code == 2:
         is_one_line = "\n" not in result.stderr.rstrip("\n") and "validation error" not in result.stderr
@@ -61,11 +73,11 @@ def test_each_field_of_a_gate_with_another_value_is_at_most_one_line(tmp_path: P
     ask(ledger, write_runs(tmp_path / "other", [0.5, 0.49]))
     ask(ledger, write_runs(tmp_path / "better", [0.65, 0.66, 0.64, 0.67]))
     candidate = write_runs(tmp_path / "idea", [0.55, 0.52])
-    rows = read_json_lines(ledger)
+    rows = [without_hashes(row) for row in read_json_lines(ledger)[1:]]
     of_window = [((0, "window"), value) for value in OTHER_VALUES]
     refused = set()
     for path, value in [*of_window, *mutations(rows, num)]:
-        content = b"".join(map(json_line, with_value(rows, path, value)))
+        content = chained(with_value(rows, path, value))
         ledger.write_bytes(content)
         result = typed(candidate, "--against", ledger)  # any exception but AbrunError fails there
         assert_one_line(result, path, value)
@@ -81,25 +93,31 @@ def test_an_edited_a_lost_and_a_torn_line_and_lines_without_checksums(tmp_path: 
     assert ledger.stat().st_mode == (tmp_path / "new").stat().st_mode
     for name in ("a", "b", "c"):
         ask(ledger, write_runs(tmp_path / name, [0.5]))
-    lines = ledger.read_bytes().splitlines(keepends=True)
-    unchecked = [json.dumps(row).encode() + b"\n" for row in read_json_lines(ledger)]
-    edited = [lines[0], lines[1].replace(b'"OPEN"', b'"BETTER"'), *lines[2:]]
+    whole = ledger.read_bytes()
+    head, *lines = whole.splitlines(keepends=True)
+    rows = read_json_lines(ledger)
+    rehashed = json_line({**rows[2], "outcome": "BETTER"})
+    shorter = read_json_lines(ledger)[1:-1]
     problems = {
-        "line 2: got": edited,
-        "answer 3 stands where answer 2 should": [*lines[:2], *lines[3:]],
-        "does not match its checksum": unchecked,
+        "line 3: got": [head, lines[0], lines[1].replace(b'"outcome": "', b'"outcome": "X'), *lines[2:]],
+        "line 3 was edited, or does not follow line 2": [head, lines[0], rehashed, *lines[2:]],
+        "line 3 was edited": [head, lines[0], lines[2], lines[1], lines[3]],
+        "has 3 of 4 lines: it was shortened": [head, *lines[:-1]],
+        "has 3 of 4 lines: its last line is torn": [head, *lines[:-1], lines[-1][:50]],
+        "has 5 of 4 lines": [head, *lines, lines[-1]],
+        "its last line is not the one that was written": [
+            json_line({**rows[0], "lines": 3}),
+            *map(json_line, shorter),
+        ],
     }
     for problem, content in problems.items():
         ledger.write_bytes(b"".join(content))
         for words in (("--against", ledger), (tmp_path / "a", "--against", ledger)):
             result = typed(*words)
-            assert result.exit_code == 2 and problem in result.stderr, result.stderr
+            assert result.exit_code == 2 and problem in result.stderr, (problem, result.stderr)
         assert ledger.read_bytes() == b"".join(content)
-    for length in (1, len(lines[-1]) // 2, len(lines[-1]) - 1):  # a killed gate's
-        ledger.write_bytes(b"".join([*lines[:-1], lines[-1][:length]]))
-        assert [*read_state(ledger).candidates] == ["a", "b"]
-        assert ask(ledger, tmp_path / "c").number == 3
-        assert len(ledger.read_bytes().splitlines()) == 4
+    ledger.write_bytes(whole)
+    assert [*read_state(ledger).candidates] == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize("content", [b'{"step": 1}\n{"step": 2', b"torn", b"\n\x00\xff", b"no newline"])
@@ -108,6 +126,6 @@ def test_a_file_that_is_no_ledger_keeps_its_last_line(tmp_path: Path, content: b
     for options in ((), ("--start", "--claim", CLAIM)):
         wrong.write_bytes(content)
         assert typed(base, "--against", wrong, *options).exit_code == 2
-        with pytest.raises(StoreError), locked_state(wrong):
+        with pytest.raises(StoreError), locked_store(wrong):
             pass
         assert wrong.read_bytes() == content
