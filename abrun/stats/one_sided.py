@@ -43,16 +43,16 @@ def improvement_test(
     sign: int,
     paired: bool = True,
     prior: VariancePrior | None = None,
+    further: ArrayLike | None = None,  # [U] baselines without a partner
 ) -> OneSidedResult:
     """Test whether mean(sign * (treatment - baseline)) is above threshold, or threshold * mean(yardstick).
 
     `sign` is 1 if higher is better, else -1. A negative threshold is the margin of a non-inferiority. With a
     yardstick, improvement minus threshold is tested run by run, so that the estimated margin is accounted
-    for (Sasabuchi 1988). `resolution` and `prior` are those of `equivalence_test`. Raises ValueError
-    for fewer than two pairs or runs, and for non-finite values.
+    for (Sasabuchi 1988). `resolution`, `prior` and `further` are those of `equivalence_test`. Raises
+    ValueError for fewer than two pairs or runs, and for non-finite values.
     """
     baseline_values, treatment_values = check_samples(baseline, treatment, 1.0, paired=paired)
-    unit = np.ones(len(baseline_values)) if yardstick is None else np.asarray(yardstick, float)
     if outcomes := find_outcomes(baseline_values, treatment_values, yardstick, paired=paired):
         gain = outcomes if sign > 0 else outcomes.reversed
         return OneSidedResult(
@@ -60,19 +60,29 @@ def improvement_test(
             p_below=gain.p_below(threshold),
             bound=-gain.reversed.upper_bound(alpha),
         )
+    if yardstick is None:
+        mean, error, dof = estimate_difference(
+            sign * baseline_values,
+            sign * treatment_values,
+            resolution,
+            paired=paired,
+            prior=prior,
+            further=None if further is None else sign * np.asarray(further, float),
+        )
+        return OneSidedResult(
+            p_above=p_above(mean, error, dof, threshold),
+            p_below=p_above(-mean, error, dof, -threshold),
+            bound=mean - float(special.stdtrit(dof, 1 - alpha)) * error,
+        )
+    unit = np.asarray(yardstick, float)
 
     def excess(share: float) -> tuple[float, float, float]:
         """Return the mean improvement minus `share` yardsticks, its standard error and degrees of freedom."""
         samples = sign * baseline_values + share * unit, sign * treatment_values
-        return estimate_difference(*samples, resolution, paired=paired, prior=prior)
+        return estimate_difference(*samples, resolution, paired=paired)
 
-    prior = prior if yardstick is None else None
     mean, error, dof = excess(threshold)
-    if yardstick is None:
-        improvement, improvement_error, improvement_dof = excess(0.0)
-        bound = improvement - float(special.stdtrit(improvement_dof, 1 - alpha)) * improvement_error
-    else:
-        bound = find_largest_share(lambda share: p_above(*excess(share)) < alpha)
+    bound = find_largest_share(lambda share: p_above(*excess(share)) < alpha)
     return OneSidedResult(p_above=p_above(mean, error, dof), p_below=p_above(-mean, error, dof), bound=bound)
 
 
