@@ -411,7 +411,12 @@ PlannedRecipe = Annotated[
     ),
 ]
 Earlier = Annotated[
-    str | None, typer.Option("--from", help="Earlier experiment in which to measure spread and correlation.")
+    list[str] | None,
+    typer.Option(
+        "--from",
+        help="Earlier experiment that measured spread, correlation and GPU hours. More of them, such as "
+        "one on recorded rollouts, are priced beside it.",
+    ),
 ]
 PlannedSeeds = Annotated[
     int | None,
@@ -437,7 +442,7 @@ def power(
     max_seeds: PlannedSeeds = None,
     hours: Annotated[
         float | None,
-        typer.Option(min=0, help="GPU hours of one run; default: the recorded ones of the --from runs."),
+        typer.Option(min=0, help="GPU hours of one run; default: those that the --from runs took."),
     ] = None,
     as_json: Json = False,
     runs_dir: RunsDir = Path("runs"),
@@ -445,12 +450,12 @@ def power(
     """Estimate the power, and the seeds that the margins need.
 
     Trains nothing: the spread over seeds is given, measured in an earlier experiment, or that of
-    RUNS_DIR/noise.jsonl. With --from it prices windows: a longer one needs fewer pairs once the curve is
-    flat.
+    RUNS_DIR/noise.jsonl. With --from it prices windows, settings and interim analyses, and names the
+    cheapest: a longer window needs fewer pairs once the curve is flat.
 
     Examples:
         abrun power quickstart
-        abrun power quickstart --from pilot
+        abrun power quickstart --from pilot --from pilot-on-recorded-rollouts
         abrun power --from pilot --set compare.claims.0.margin=0.1
         abrun power quickstart --sigma 0.02 --correlation 0.8 --max-seeds 12
     """
@@ -463,8 +468,9 @@ def power(
     from abrun.runs.experiment import find_experiment
 
     _check_assumptions(earlier, sigma, correlation)
-    experiment_dir = find_experiment(earlier, runs_dir) if earlier else None
-    measured = load_experiment(experiment_dir) if experiment_dir else None
+    directories = [find_experiment(name, runs_dir) for name in earlier or ()]
+    experiment_dir, *_ = directories or [None]
+    measured = [load_experiment(directory) for directory in directories]
     planned = recipe or experiment_dir
     if planned is None:
         raise RecipeError("power: recipe missing; pass one, or --from EXPERIMENT to reuse its recipe")
@@ -476,15 +482,16 @@ def power(
     if max_seeds is not None:
         loaded = add_interim_analyses(loaded, max_seeds)
     make_draft(loaded)  # raises the errors that a launch would raise
-    if measured:
-        _refuse_without_pairs(measured, assumed_command)
-    if differences := measured and pilot_differences_text(loaded, measured):
+    for experiment in measured:
+        _refuse_without_pairs(experiment, assumed_command)
+    if measured and (differences := pilot_differences_text(loaded, measured[0])):
         print_error(differences)
     plan = PowerPlan(
         loaded.name,
         loaded.compare,
         len(loaded.seeds),
-        earlier=measured,
+        earlier=measured[0] if measured else None,
+        others=measured[1:],
         assuming=assumed_command,
         sigma=sigma,
         correlation=correlation,
@@ -498,11 +505,11 @@ def power(
         console().print(plan.render())
 
 
-def _check_assumptions(earlier: str | None, sigma: float | None, correlation: float | None) -> None:
+def _check_assumptions(earlier: Sequence[str] | None, sigma: float | None, correlation: float | None) -> None:
     """Raise RecipeError for an assumed spread that is no number, or beside a measured one."""
     if earlier and (sigma is not None or correlation is not None):
         raise RecipeError(
-            f"--from: got {earlier!r} with --sigma or --correlation, which --from measures; drop them, or "
+            f"--from: got {earlier[0]!r} with --sigma or --correlation, which --from measures; drop them, or "
             "plan without --from: abrun power RECIPE --sigma X"
         )
     if sigma is not None and not math.isfinite(sigma):
