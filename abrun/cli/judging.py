@@ -120,6 +120,14 @@ def compare(
     unpaired: Unpaired = False,
     interim: Interim = None,
     no_step_one: NoStepOne = False,
+    noise: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="For runs not launched by abrun: history of the noise over seeds of this training, to which "
+            "--output adds. A test uses what is in it; recipes declare compare.noise instead.",
+        ),
+    ] = None,
     fleet: FleetFolder = None,
     before: Before = None,
     rerun: Rerun = None,
@@ -160,7 +168,7 @@ def compare(
     fields |= {"arms_by": arms_by, "seeds_by": seeds_by}
     reading = make_reading(runs_dir, baseline, pattern, group, alias, step_column, seeds, exclude, **fields)
     if fleet is not None:
-        refused = {"SOURCE": sources, "--claim": claim, "--wandb": wandb}
+        refused = {"SOURCE": sources, "--claim": claim, "--wandb": wandb, "--noise": noise}
         options = {"references": reference, "earlier": before, "rerun": rerun, "arm": arm, "output": output}
         options |= {"folder": fleet, "step_one": not no_step_one}
         _judge_fleet(reading, refused, options, allow_open=allow_inconclusive, as_json=as_json)
@@ -172,7 +180,7 @@ def compare(
     if wandb and output is None:
         raise RecipeError("--wandb requires --output FOLDER, whose report it uploads; add it")
     judging = {"claims": parse_claims(claim), "alpha": alpha, "require": parse_require(require)}
-    judging |= {"reference": reference, "arm": arm, "step_one": not no_step_one}
+    judging |= {"reference": reference, "arm": arm, "step_one": not no_step_one, "noise": noise}
     comparison = compare_sources(sources, reading, **judging, output=output, command=typed_command())
     _print(comparison, verbose=verbose, as_json=as_json)
     if wandb:
