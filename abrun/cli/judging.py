@@ -124,8 +124,8 @@ def compare(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="For runs not launched by abrun: history of the noise over seeds of this training, to which "
-            "--output adds. A test uses what is in it; recipes declare compare.noise instead.",
+            help="History of the noise over seeds of runs not launched by abrun: used, and added to with "
+            "--output.",
         ),
     ] = None,
     fleet: FleetFolder = None,
@@ -422,8 +422,7 @@ Earlier = Annotated[
     list[str] | None,
     typer.Option(
         "--from",
-        help="Earlier experiment that measured spread, correlation and GPU hours. More of them, such as "
-        "one on recorded rollouts, are priced beside it.",
+        help="Earlier experiment that measured spread and GPU hours; others are priced beside the first.",
     ),
 ]
 PlannedSeeds = Annotated[
@@ -499,7 +498,7 @@ def power(
         loaded.compare,
         len(loaded.seeds),
         earlier=measured[0] if measured else None,
-        others=measured[1:],
+        variants=measured[1:],
         assuming=assumed_command,
         sigma=sigma,
         correlation=correlation,

@@ -79,8 +79,8 @@ def _fit_priors(recipe: ExperimentDeclaration, experiment_dir: Path) -> list[Noi
     decided, hashes = recipe.with_auto_values(), hash_recipe(recipe)
     treatments = [decided.run_config(arm) for arm in recipe.arms if arm != recipe.baseline]
     recorded = all(recorded_source(config) is not None for config in treatments)
-    own = experiment_dir.name, *hashes, recipe.seeds
-    return fit_priors(recipe.compare.claims, records, *own, recorded=recorded)
+    identity = experiment_dir.name, *hashes, recipe.seeds
+    return fit_priors(recipe.compare.claims, records, *identity, recorded=recorded)
 
 
 def fit_priors(

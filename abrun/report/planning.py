@@ -121,7 +121,7 @@ class PowerPlan:
     num_pairs: int
     _: KW_ONLY
     earlier: RecordedExperiment | None = None  # measures the spread
-    others: Sequence[RecordedExperiment] = ()  # of other settings, measured to price them
+    variants: Sequence[RecordedExperiment] = ()  # of other settings, measured to price them
     assuming: str = "abrun power RECIPE --sigma X"  # the command that plans without `earlier`
     sigma: float | None = None  # these two replace what the recipe assumes
     correlation: float | None = None
@@ -278,15 +278,15 @@ class PowerPlan:
             return spread, plan_claim_power(claim, self.compare, spread, self._levels[-1])
 
         margin = plan.claim.margin_in[0] or plan.claim.improvement or 0.0
-        given = None if self.hours is None else self._pair_hours
-        return price_designs([self.earlier, *self.others], plan.claim, price, margin, given)
+        hours = None if self.hours is None else self._pair_hours
+        return price_designs([self.earlier, *self.variants], plan.claim, price, margin, hours)
 
     def _render_priced(self, plan: PlannedClaim) -> Iterator[RenderableType]:
         """Yield a table of windows and settings, and the cheapest over which the baseline's curve is flat."""
         priced = self.priced(plan)
         rows = [
             (
-                *([row.experiment] if self.others else []),
+                *([row.experiment] if self.variants else []),
                 row.window,
                 "yes" if row.is_flat else "no, it still learns",
                 f"{row.sd_difference:.3g}",
@@ -298,12 +298,12 @@ class PowerPlan:
         if len(rows) < 2:
             return
         numbers = ("sd of a difference", "80 % power at", "GPU hours")
-        what = "windows and settings" if self.others else "windows"
+        what = "windows and settings" if self.variants else "windows"
         yield Text(f"\n{plan.claim.metric}: what other {what} would need", style="bold")
-        titles = [*(["as in"] if self.others else []), "window", "flat", *numbers]
+        titles = [*(["as in"] if self.variants else []), "window", "flat", *numbers]
         yield Table(columns(*titles, numeric=numbers), rows)
         if priced[0].is_flat and priced[0].pairs_needed:
-            settings = f", trained as {priced[0].experiment}" if self.others else ""
+            settings = f", trained as {priced[0].experiment}" if self.variants else ""
             yield Text(f"Cheapest that decides: window: {priced[0].window}{settings}")
 
     def _render_designs(self, designs: Designs) -> list[RenderableType]:

@@ -291,27 +291,27 @@ def add_statistics(
     terms, in_sigmas = result.claim, result.claim.margin_unit == "sigma"
     # Of other claims than an equivalence by a number or share, only results without the margin are used.
     number = 1.0 if in_sigmas or terms.kind != "within" else terms.margin_number
-    alone = equivalence_test(
+    plain = equivalence_test(
         baseline, treatment, number, terms.alpha, yardstick, resolution, paired=terms.paired
     )
-    beside: dict[str, Any] = {}
-    if borrowed and terms.paired and not in_sigmas and yardstick is None and not alone.exact:
-        beside = {"prior": borrowed.law, "further": borrowed.levels}
-    test = alone
-    if beside:
-        test = equivalence_test(baseline, treatment, number, terms.alpha, None, resolution, **beside)
-    estimate = _summarize_test(test, alone, baseline, treatment, paired=terms.paired)
+    extras: dict[str, Any] = {}
+    if borrowed and terms.paired and not in_sigmas and yardstick is None and not plain.exact:
+        extras = {"prior": borrowed.law, "further": borrowed.levels}
+    test = plain
+    if extras:
+        test = equivalence_test(baseline, treatment, number, terms.alpha, None, resolution, **extras)
+    estimate = _summarize_test(test, plain, baseline, treatment, paired=terms.paired)
     margin = terms.margin_number * (1.0 if yardstick is None else float(yardstick.mean()))
     if in_sigmas:
         margin = terms.margin_number * mean_and_sd(baseline)[1]
     skew = _find_skew(terms, baseline, treatment, step=resolution, min_sd=HARMLESS_SHARE * abs(margin))
     result = replace(result, estimate=estimate, warnings=(skew,) if skew and not test.exact else ())
-    if borrowed and beside:
-        result = _describe_borrowed(result, borrowed, alone)
+    if borrowed and extras:
+        result = _describe_borrowed(result, borrowed, plain)
         estimate = result.estimate
     if terms.kind != "within":
         arms = baseline, treatment
-        result = _add_one_sided_statistics(result, *arms, margin, yardstick, resolution, beside)
+        result = _add_one_sided_statistics(result, *arms, margin, yardstick, resolution, extras)
         return _qualify_outcomes(result) if test.exact else result
     if in_sigmas:
         return _add_sigma_statistics(result, baseline, treatment, resolution)
@@ -343,19 +343,19 @@ def add_statistics(
     return _qualify_outcomes(result) if test.exact else result
 
 
-def _describe_borrowed(result: ClaimResult, borrowed: Borrowed, alone: TostResult) -> ClaimResult:
+def _describe_borrowed(result: ClaimResult, borrowed: Borrowed, plain: TostResult) -> ClaimResult:
     """Add what the test used beside its pairs, and what it would be without."""
     num_pairs, estimate, law = result.claim.num_pairs, result.estimate, borrowed.law
     assert estimate.freedom is not None
-    if (estimate.standard_error, estimate.freedom) != (alone.standard_error, alone.dof) and borrowed.seeds:
-        used = Code.SEEDS_WITHOUT_PAIR(seeds=borrowed.seeds, interval=alone.interval)
+    if (estimate.standard_error, estimate.freedom) != (plain.standard_error, plain.dof) and borrowed.seeds:
+        used = Code.SEEDS_WITHOUT_PAIR(seeds=borrowed.seeds, interval=plain.interval)
         return replace(result, warnings=(*result.warnings, used))
     if law is None:
         return result
     counted = {"num": borrowed.num_experiments, "reruns": borrowed.num_reruns, "pairs": num_pairs}
     counted |= {"both": bool(borrowed.num_experiments and borrowed.num_reruns)}
-    counted |= {"sd": math.sqrt(law.variance), "own": alone.sd_difference}
-    if estimate.freedom == alone.dof:
+    counted |= {"sd": math.sqrt(law.variance), "own": plain.sd_difference}
+    if estimate.freedom == plain.dof:
         return replace(result, warnings=(*result.warnings, Code.NOISE_UNLIKE(**counted)))
     noise = BorrowedNoise(
         sd=math.sqrt(law.variance),
@@ -363,9 +363,9 @@ def _describe_borrowed(result: ClaimResult, borrowed: Borrowed, alone: TostResul
         experiments=borrowed.num_experiments,
         reruns=borrowed.num_reruns,
         pairs_like=count_like(num_pairs, estimate.freedom, result.claim.alpha),
-        interval_alone=alone.interval,
+        interval_alone=plain.interval,
     )
-    used = Code.NOISE_BORROWED(**counted, dof=law.dof, like=noise.pairs_like, interval=alone.interval)
+    used = Code.NOISE_BORROWED(**counted, dof=law.dof, like=noise.pairs_like, interval=plain.interval)
     return replace(result, estimate=replace(estimate, noise=noise), warnings=(*result.warnings, used))
 
 
@@ -393,7 +393,7 @@ def _qualify_outcomes(result: ClaimResult) -> ClaimResult:
 
 
 def _summarize_test(
-    test: TostResult, alone: TostResult, baseline: Array, treatment: Array, *, paired: bool
+    test: TostResult, plain: TostResult, baseline: Array, treatment: Array, *, paired: bool
 ) -> ClaimEstimate:
     """Return what both arms' summaries show, independent of the margin."""
     return ClaimEstimate(
@@ -408,7 +408,7 @@ def _summarize_test(
         freedom=None if test.exact else test.dof,
         ci90=test.ci90,
         interval=test.interval,
-        anytime_interval=anytime_interval(alone.mean_difference, alone.standard_error, len(baseline))
+        anytime_interval=anytime_interval(plain.mean_difference, plain.standard_error, len(baseline))
         if paired and not test.exact
         else None,
         certified_bound=test.certified_bound,
@@ -510,7 +510,7 @@ def _add_one_sided_statistics(
     margin: float,  # in units of the metric
     yardstick: Array | None,  # [M] the number of which a relative margin is a share
     resolution: float,
-    beside: dict[str, Any],
+    extras: dict[str, Any],
 ) -> ClaimResult:
     """Add test, bound and power to a result that has its estimate. Two pairs cannot show superiority.
 
@@ -526,7 +526,7 @@ def _add_one_sided_statistics(
         unit = mean_and_sd(baseline)[1]
     else:
         test = improvement_test(
-            *arms, threshold, terms.alpha, yardstick, resolution, sign=sign, paired=paired, **beside
+            *arms, threshold, terms.alpha, yardstick, resolution, sign=sign, paired=paired, **extras
         )
         unit = 1.0 if yardstick is None else float(yardstick.mean())
     certified = -test.bound if terms.kind == "not_worse" else test.bound

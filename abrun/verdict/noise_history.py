@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from abrun.errors import ComparisonError, StoreError
@@ -14,16 +14,6 @@ from abrun.recipe.experiment import parse_stored_recipe
 from abrun.runs.experiment import open_experiment
 from abrun.runs.noise import NoiseRecord, Scale, add_noise, read_noise
 from abrun.verdict.decide import ArmVerdict
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """What tells an experiment from others in a history, as in its records."""
-
-    experiment: str
-    recipe: str
-    arms: str
-    seeds: list[int]
 
 
 def with_history(experiment: RecordedExperiment, path: Path) -> RecordedExperiment:
@@ -38,24 +28,26 @@ def with_history(experiment: RecordedExperiment, path: Path) -> RecordedExperime
         )
     if not experiment.compare.claims:
         raise ComparisonError(f"--noise: got {path} without a claim to test; add --claim, or drop it")
-    own = _identify(experiment)
-    named = own.experiment, own.recipe, own.arms, own.seeds
-    priors = fit_priors(experiment.compare.claims, read_noise(path), *named, recorded=False)
+    identity = _identify(experiment)
+    priors = fit_priors(experiment.compare.claims, read_noise(path), *identity, recorded=False)
     changes = {"noise": str(path), "noise_priors": priors}
     return replace(experiment, compare=experiment.compare.model_copy(update=changes))
 
 
-def _identify(experiment: RecordedExperiment) -> Identity:
-    """Return an experiment's identity; of logs, whose names may be used again, by their numbers."""
+def _identify(experiment: RecordedExperiment) -> tuple[str, str, str, list[int]]:
+    """Return an experiment's name, hashes of its recipe and arms, and seeds, as in records.
+
+    Names of logs may be used again: their numbers identify them.
+    """
     pairs = [pair for arm in experiment.treatments for pair in experiment.pairs(arm)]
     seeds = sorted({pair.seed for pair in pairs})
     if experiment.directory:
         recipe = parse_stored_recipe(open_experiment(experiment.directory)["recipe"])
-        return Identity(experiment.directory.name, *hash_recipe(recipe), seeds)
+        return experiment.directory.name, *hash_recipe(recipe), seeds
     metrics = sorted({claim.metric for claim in experiment.compare.claims})
-    first = [run for pair in pairs if pair.seed == seeds[0] for run in pair.runs]
-    numbers = hash_content([run.series(metric).values.tolist() for run in first for metric in metrics])
-    return Identity(f"{experiment.name} {numbers}", "", numbers, seeds)
+    runs = [run for pair in pairs if pair.seed == seeds[0] for run in pair.runs]
+    numbers = hash_content([run.series(metric).values.tolist() for run in runs for metric in metrics])
+    return f"{experiment.name} {numbers}", "", numbers, seeds
 
 
 def record_noise(experiment: RecordedExperiment, arms: Iterable[ArmVerdict]) -> Iterator[Reason]:
@@ -79,13 +71,13 @@ def record_noise(experiment: RecordedExperiment, arms: Iterable[ArmVerdict]) -> 
                 spreads.setdefault(scale, []).append((sd**2, terms.num_pairs))
     if not spreads:
         return
-    own = _identify(experiment)
+    name, recipe, arms_hash, seeds = _identify(experiment)
     records = [
         NoiseRecord(
-            experiment=own.experiment,
-            recipe=own.recipe,
-            arms=own.arms,
-            seeds=own.seeds,
+            experiment=name,
+            recipe=recipe,
+            arms=arms_hash,
+            seeds=seeds,
             metric=scale[0],
             window=scale[1],
             transform=scale[2],

@@ -54,11 +54,13 @@ def find_spare_runs(experiment: RecordedExperiment, arm: str, sides: Sides) -> S
         if name.arm in (experiment.baseline, arm) and run.finished:
             repeats.setdefault((name.arm, name.seed), []).append(run)
     paired_seeds = experiment.arm(arm).keys()
-    others = [run for seed, run in experiment.arm(experiment.baseline).items() if seed not in paired_seeds]
+    baselines = experiment.arm(experiment.baseline).items()
     return SpareRuns(
         priors=priors,
         repeats=[runs for runs in repeats.values() if len(runs) > 1],
-        without_pair=[run for run in others if run.finished] if experiment.regression else (),
+        without_pair=[run for seed, run in baselines if seed not in paired_seeds and run.finished]
+        if experiment.regression
+        else (),
     )
 
 
@@ -75,14 +77,14 @@ def borrow(
             num_reruns += len(levels) - 1
     if squares > 0:  # reruns that repeat every bit show no noise
         law = VariancePrior(*(law or VariancePrior(0.0, 0.0)).moderate(squares / num_reruns, num_reruns))
-    found = {run.name.seed: _level(run, metric, transform, steps) for run in spare.without_pair}
-    known = {seed: level for seed, level in found.items() if level is not None}
+    all_levels = {run.name.seed: _level(run, metric, transform, steps) for run in spare.without_pair}
+    levels_by_seed = {seed: level for seed, level in all_levels.items() if level is not None}
     return Borrowed(
         law=law,
         num_experiments=prior.experiments if prior else 0,
         num_reruns=num_reruns if squares > 0 else 0,
-        levels=np.array([*known.values()]),
-        seeds=[*known],
+        levels=np.array([*levels_by_seed.values()]),
+        seeds=[*levels_by_seed],
     )
 
 

@@ -94,7 +94,7 @@ def test_settings_that_were_measured_are_priced_by_their_hours(tmp_path):
         Compare(claims=[claim], interim=[4, 8]),
         8,
         earlier=replace(free, runs=fast),
-        others=[replace(recorded, runs=slow)],
+        variants=[replace(recorded, runs=slow)],
     )
     rows = {(row.experiment, row.window): row for row in plan.priced(plan.claims[0])}
     dear, cheap = rows["recorded", claim.window], rows["free", claim.window]
