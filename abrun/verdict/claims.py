@@ -105,7 +105,11 @@ def judge_equivalence(
     bounds = window_bounds(claim.window, grid, metric) if len(grid) else None
     steps, baseline, treatment = _select_window(finished, claim, bounds)
     bounds = clip_to_shared_steps(claim.window, bounds, steps)
-    usable = finished.select(_find_usable_runs(baseline), _find_usable_runs(treatment))
+    # Runs with finite values at every step of a window that is not empty
+    masks = [
+        [bool(len(curve) and np.isfinite(curve).all()) for curve in arm] for arm in (baseline, treatment)
+    ]
+    usable = finished.select(*masks)
     kept = {id(run) for run in usable.runs}
     in_window = (
         baseline[[id(run) in kept for run in finished.baselines]],
@@ -151,11 +155,6 @@ def pairs_missing_reason(used: Sides, sides: Sides, *, equivalence: bool) -> Rea
     """Return the number of planned pairs, or runs, and how many of them are usable."""
     usable, planned = (sizes[0] if sides.paired else sum(sizes) for sizes in (used.sizes, sides.sizes))
     return Code.PAIRS_LACKING(usable=usable, planned=planned, paired=sides.paired, equivalence=equivalence)
-
-
-def _find_usable_runs(values: Array) -> list[bool]:
-    """Return, for each run [R], if it has finite values at every step of a non-empty window [R, W]."""
-    return [bool(len(curve) and np.isfinite(curve).all()) for curve in values]
 
 
 def _test_method(claim: Claim, margin: Margin, *, paired: bool) -> TestMethod:
@@ -304,7 +303,11 @@ def add_statistics(
     margin = terms.margin_number * (1.0 if yardstick is None else float(yardstick.mean()))
     if in_sigmas:
         margin = terms.margin_number * mean_and_sd(baseline)[1]
-    skew = _find_skew(terms, baseline, treatment, step=resolution, min_sd=HARMLESS_SHARE * abs(margin))
+    samples = dict(zip(ARMS, (baseline, treatment), strict=True))
+    if terms.paired:  # sigmas are the baseline's
+        samples = {DIFFERENCES: treatment - baseline} | ({ARMS[0]: baseline} if in_sigmas else {})
+    level = 0.05 if terms.paired else 0.05 / len(samples)
+    skew = find_skew(samples, step=resolution, min_sd=HARMLESS_SHARE * abs(margin), level=level)
     result = replace(result, estimate=estimate, warnings=(skew,) if skew and not test.exact else ())
     if borrowed and extras:
         result = _describe_borrowed(result, borrowed, plain)
@@ -416,19 +419,6 @@ def _summarize_test(
         p_difference=test.p_difference,
         pair_correlation=test.pair_correlation,
     )
-
-
-def _find_skew(
-    terms: ClaimTerms, baseline: Array, treatment: Array, *, step: float, min_sd: float
-) -> Reason | None:
-    """Test the differences for skew, or both arms; for a margin in sigmas also the baseline, its source."""
-    if not terms.paired:
-        arms = dict(zip(ARMS, (baseline, treatment), strict=True))
-        return find_skew(arms, step=step, min_sd=min_sd, level=0.05 / len(arms))
-    samples = {DIFFERENCES: treatment - baseline}
-    if terms.margin_unit == "sigma":
-        samples[ARMS[0]] = baseline
-    return find_skew(samples, step=step, min_sd=min_sd)
 
 
 def _is_shown_and_is_beyond(result: ClaimResult) -> tuple[bool, bool]:
@@ -599,8 +589,8 @@ def apply_holm(results: Sequence[ClaimResult]) -> list[ClaimResult]:
         if estimate.p_difference is not None:
             estimate = replace(estimate, p_difference_holm=next(p_differences_holm))
             if result.claim.kind == "within":
-                bound = _joint_bound(estimate, result.claim.alpha / len(p_differences))
-                estimate = replace(estimate, certified_jointly=bound)
+                level = result.claim.alpha / len(p_differences)  # Bonferroni
+                estimate = replace(estimate, certified_jointly=_bound_at(estimate, level))
         if estimate.p_beyond is not None:
             estimate = replace(estimate, p_beyond_holm=next(p_beyond_holm))
         corrected_results.append(_apply_mismatch(replace(result, estimate=estimate)))
@@ -640,8 +630,8 @@ def _apply_mismatch(result: ClaimResult) -> ClaimResult:
     return replace(result, warnings=(*result.warnings, too_few))
 
 
-def _joint_bound(estimate: ClaimEstimate, alpha: float) -> float | None:
-    """Return the certified bound at a claim's share of alpha (Bonferroni); None for outcomes of 0 and 1."""
+def _bound_at(estimate: ClaimEstimate, alpha: float) -> float | None:
+    """Return the certified bound at a level; None for outcomes of 0 and 1."""
     assert estimate.mean_difference is not None and estimate.standard_error is not None
     if estimate.freedom is None:
         return None

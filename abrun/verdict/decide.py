@@ -25,12 +25,11 @@ from abrun.verdict.description import (
     count_metrics,
     describe_metrics,
     description_reasons,
+    far_apart_reason,
     no_shared_metric_reason,
 )
 from abrun.verdict.divergence import measure_divergence
 from abrun.verdict.evidence import Evidence, Kind, select_evidence
-from abrun.verdict.failure_rates import counts_failures, has_diverged
-from abrun.verdict.far_apart import far_apart_reason
 from abrun.verdict.final_weights import compare_final_weights
 from abrun.verdict.guards import (
     MetricWindow,
@@ -41,7 +40,7 @@ from abrun.verdict.guards import (
     shared_memory_metrics,
     shared_peak_counter,
 )
-from abrun.verdict.limits import judge_limit
+from abrun.verdict.limits import counts_failures, has_diverged, judge_limit
 from abrun.verdict.machines import INITIAL_WEIGHTS, code_notes, has_treated_machine
 from abrun.verdict.margins import resolve_margin
 from abrun.verdict.new_run import measure_new_run, new_run_reasons
