@@ -25,6 +25,8 @@ ALPHA = 0.05
 MIN_FOR_MISMATCH = 3
 # Correlation that is assumed of paired arms: the median of rewards over seeds in docs/evidence
 ASSUMED_PAIR_CORRELATION = 0.5
+_NUM_BISECTIONS = 60
+_MAX_SHARE = 1e6  # of a yardstick
 _MAX_DOF_RATIO = 1.25  # of a test with further baselines to that of its pairs; keeps the level at 0.05
 
 
@@ -48,10 +50,6 @@ class TostResult:
     pair_correlation: float | None  # None if unpaired, or if an arm does not vary over seeds
     equivalent: bool
     exact: bool  # outcomes of 0 and 1, whose tests and intervals are exact (abrun.stats.rates)
-
-
-# tail(sign, margin): P(a mean of sign * difference - margin * yardstick this small), if the true mean is 0
-TailProbability = Callable[[int, float], float]
 
 
 def equivalence_test(
@@ -95,6 +93,9 @@ def equivalence_test(
         )
         return p_above(-end, end_error, end_dof)
 
+    def passes_within(negated_share: float) -> bool:
+        return max(tail(1, -negated_share), tail(-1, -negated_share)) < alpha
+
     differing = [treatment_values - baseline_values] if paired else samples
     sd = math.hypot(*(mean_and_sd(values)[1] for values in differing))
     intervals = {}
@@ -117,7 +118,7 @@ def equivalence_test(
         p_difference=min(1.0, 2 * tail(sign_towards_zero, 0.0)),
         p_beyond=min(1.0, tail(sign_towards_zero, -margin) + tail(sign_towards_zero, margin)),
         certified_bound=certified_bound,
-        certified_margin=_certified_share(tail, alpha) if is_relative else certified_bound,
+        certified_margin=-find_largest_share(passes_within) if is_relative else certified_bound,
         pair_correlation=_correlate(baseline_values, treatment_values) if paired else None,
         equivalent=p_tost < alpha,
         exact=outcomes is not None,
@@ -262,21 +263,21 @@ def sd_with_resolution(values: Array, resolution: float) -> float:
     return max(mean_and_sd(values)[1], min_standard_error(resolution, len(values)) * math.sqrt(len(values)))
 
 
-def _certified_share(tail: TailProbability, alpha: float) -> float:
-    """Return the smallest share of the yardstick that would have passed, by bisection; inf if none does."""
-
-    def passes(share: float) -> bool:
-        return max(tail(1, share), tail(-1, share)) < alpha
-
-    low, high = 0.0, 1.0
-    while not passes(high):
+def find_largest_share(passes: Callable[[float], bool]) -> float:
+    """Return the largest share of a yardstick that passes, by bisection; -inf if none does."""
+    low, high = -1.0, 1.0
+    while not passes(low):
+        low *= 2
+        if low < -_MAX_SHARE:
+            return -math.inf
+    while passes(high):
         low, high = high, 2 * high
-        if high > 1e6:
+        if high > _MAX_SHARE:
             return math.inf
-    for _ in range(60):
+    for _ in range(_NUM_BISECTIONS):
         middle = (low + high) / 2
-        low, high = (low, middle) if passes(middle) else (middle, high)
-    return high
+        low, high = (middle, high) if passes(middle) else (low, middle)
+    return low
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,19 +8,23 @@ interval of the two one-sided tests (Schuirmann 1987). Margins in sigmas are in 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
 from scipy import special
 
-from abrun.stats.equivalence import ALPHA, check_samples, estimate_difference, find_outcomes, p_above
+from abrun.stats.equivalence import (
+    ALPHA,
+    check_samples,
+    estimate_difference,
+    find_largest_share,
+    find_outcomes,
+    p_above,
+)
 from abrun.stats.many_tests import VariancePrior
 from abrun.stats.power import NUM_EXPERIMENTS, Array, Decisions, decide_at, find_min_pairs
-
-_NUM_BISECTIONS = 60
-_MAX_SHARE = 1e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,23 +88,6 @@ def improvement_test(
     mean, error, dof = excess(threshold)
     bound = find_largest_share(lambda share: p_above(*excess(share)) < alpha)
     return OneSidedResult(p_above=p_above(mean, error, dof), p_below=p_above(-mean, error, dof), bound=bound)
-
-
-def find_largest_share(passes: Callable[[float], bool]) -> float:
-    """Return the largest share of a yardstick that passes, by bisection; -inf if none does."""
-    low, high = -1.0, 1.0
-    while not passes(low):
-        low *= 2
-        if low < -_MAX_SHARE:
-            return -math.inf
-    while passes(high):
-        low, high = high, 2 * high
-        if high > _MAX_SHARE:
-            return math.inf
-    for _ in range(_NUM_BISECTIONS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if passes(middle) else (low, middle)
-    return low
 
 
 def planned_excess(kind: str, margin: float, improvement: float | None) -> float:

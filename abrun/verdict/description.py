@@ -36,12 +36,11 @@ from abrun.runs.metric_names import (
     metric_unit,
     metrics_with_role,
 )
-from abrun.stats.curves import MIN_STEPS, level_shift_p
+from abrun.stats.curves import MIN_STEPS, ROUNDING, is_factor, level_shift_p, ratio_at_each_step
 from abrun.stats.equivalence import equivalence_test, sd_with_resolution
 from abrun.stats.many_tests import benjamini_hochberg
 from abrun.stats.power import pairs_needed, welch_dof_per_run
 from abrun.stats.series import Array, in_window, window_bounds
-from abrun.stats.step_ratio import ROUNDING, is_factor, ratio_at_each_step
 from abrun.verdict.claims import judge_equivalence
 from abrun.verdict.evidence import Evidence
 from abrun.verdict.grids import find_gap, majority_grid
