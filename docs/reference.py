@@ -4,6 +4,7 @@ python docs/reference.py      # from the repository; a test checks that the page
 """
 
 import inspect
+import json
 import re
 import sys
 from collections import Counter
@@ -17,6 +18,7 @@ from typer.main import get_group
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import abrun
 from abrun.cli import app
 from abrun.experiment.starter.schema import field_comment
 from abrun.messages import MESSAGES
@@ -27,7 +29,7 @@ from abrun.recipe.families import BIASED_HEADS, ENCODER_DECODERS, MULTIMODAL, SA
 from abrun.recipe.faults import FAULTS, Fault
 from abrun.recipe.section import Section
 from abrun.verdict.evidence import Kind
-from abrun.verdict.verdict_file import VerdictFile, json_schema
+from abrun.verdict.verdict_file import VerdictFile
 from tests.trainer.models.families import ABILITIES, FAMILIES
 
 FOLDER = Path(__file__).parent / "reference"
@@ -378,7 +380,7 @@ nothing), a reason or none, and its `values`, in which a reason is its code and 
 
 def verdict_page() -> str:
     """Return verdict-json.md: the fields of every object of the schema."""
-    schema = json_schema()
+    schema = json.loads((Path(abrun.__file__).parent / "verdict/verdict.schema.json").read_text())
     comments = {
         name: _prose(field_comment(VerdictFile, name)) for name in inspect.get_annotations(VerdictFile)
     }

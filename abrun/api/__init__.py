@@ -308,6 +308,7 @@ def compare(
     step_one: bool = True,
     alpha: float | None = None,
     require: Literal["all", "any"] | None = None,
+    noise: str | Path | None = None,
     output: str | Path | None = None,
     formats: Sequence[str] | None = None,
     runs_dir: str | Path = "runs",
@@ -351,6 +352,7 @@ def compare(
         step_one=step_one,
         alpha=alpha,
         require=require,
+        noise=Path(noise) if noise else None,
         output=Path(output) if output else None,
         formats=formats,
     )

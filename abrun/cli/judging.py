@@ -110,6 +110,14 @@ def compare(
     unpaired: Unpaired = False,
     interim: Interim = None,
     no_step_one: NoStepOne = False,
+    noise: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="History of the noise over seeds of runs not launched by abrun: used, and added to with "
+            "--output.",
+        ),
+    ] = None,
     fleet: FleetFolder = None,
     before: Before = None,
     rerun: Rerun = None,
@@ -150,7 +158,7 @@ def compare(
     fields = {"versions_differ": versions_differ, "unpaired": unpaired, "interim": parse_interim(interim)}
     reading = replace(reading, baseline=baseline, arms_by=arms_by, seeds_by=seeds_by, **fields)
     if fleet is not None:
-        refused = {"SOURCE": sources, "--claim": claim, "--wandb": wandb}
+        refused = {"SOURCE": sources, "--claim": claim, "--wandb": wandb, "--noise": noise}
         options = {"references": reference, "earlier": before, "rerun": rerun, "arm": arm, "output": output}
         options |= {"folder": fleet, "step_one": not no_step_one}
         _judge_fleet(reading, refused, options, allow_open=allow_inconclusive, as_json=as_json)
@@ -162,7 +170,7 @@ def compare(
     if wandb and output is None:
         raise RecipeError("--wandb requires --output FOLDER, whose report it uploads; add it")
     judging = {"claims": parse_claims(claim), "alpha": alpha, "require": parse_require(require)}
-    judging |= {"reference": reference, "arm": arm, "step_one": not no_step_one}
+    judging |= {"reference": reference, "arm": arm, "step_one": not no_step_one, "noise": noise}
     comparison = compare_sources(sources, reading, **judging, output=output, command=typed_command())
     _print(comparison, verbose=verbose, as_json=as_json)
     if wandb:
@@ -398,7 +406,11 @@ PlannedRecipe = Annotated[
     ),
 ]
 Earlier = Annotated[
-    str | None, typer.Option("--from", help="Earlier experiment in which to measure spread and correlation.")
+    list[str] | None,
+    typer.Option(
+        "--from",
+        help="Earlier experiment that measured spread and GPU hours; others are priced beside the first.",
+    ),
 ]
 PlannedSeeds = Annotated[
     int | None,
@@ -424,7 +436,7 @@ def power(
     max_seeds: PlannedSeeds = None,
     hours: Annotated[
         float | None,
-        typer.Option(min=0, help="GPU hours of one run; default: the recorded ones of the --from runs."),
+        typer.Option(min=0, help="GPU hours of one run; default: those that the --from runs took."),
     ] = None,
     as_json: Json = False,
     runs_dir: RunsDir = Path("runs"),
@@ -432,12 +444,12 @@ def power(
     """Estimate the power, and the seeds that the margins need.
 
     Trains nothing: the spread over seeds is given, measured in an earlier experiment, or that of
-    RUNS_DIR/noise.jsonl. With --from it prices windows: a longer one needs fewer pairs once the curve is
-    flat.
+    RUNS_DIR/noise.jsonl. With --from it prices windows, settings and interim analyses, and names the
+    cheapest: a longer window needs fewer pairs once the curve is flat.
 
     Examples:
         abrun power quickstart
-        abrun power quickstart --from pilot
+        abrun power quickstart --from pilot --from pilot-on-recorded-rollouts
         abrun power --from pilot --set compare.claims.0.margin=0.1
         abrun power quickstart --sigma 0.02 --correlation 0.8 --max-seeds 12
     """
@@ -450,8 +462,9 @@ def power(
     from abrun.runs.experiment import find_experiment
 
     _check_assumptions(earlier, sigma, correlation)
-    experiment_dir = find_experiment(earlier, runs_dir) if earlier else None
-    measured = load_experiment(experiment_dir) if experiment_dir else None
+    directories = [find_experiment(name, runs_dir) for name in earlier or ()]
+    experiment_dir, *_ = directories or [None]
+    measured = [load_experiment(directory) for directory in directories]
     planned = recipe or experiment_dir
     if planned is None:
         raise RecipeError("power: recipe missing; pass one, or --from EXPERIMENT to reuse its recipe")
@@ -463,15 +476,16 @@ def power(
     if max_seeds is not None:
         loaded = add_interim_analyses(loaded, max_seeds)
     make_draft(loaded)  # raises the errors that a launch would raise
-    if measured:
-        _refuse_without_pairs(measured, assumed_command)
-    if differences := measured and pilot_differences_text(loaded, measured):
+    for experiment in measured:
+        _refuse_without_pairs(experiment, assumed_command)
+    if measured and (differences := pilot_differences_text(loaded, measured[0])):
         print_error(differences)
     plan = PowerPlan(
         loaded.name,
         loaded.compare,
         len(loaded.seeds),
-        earlier=measured,
+        earlier=measured[0] if measured else None,
+        variants=measured[1:],
         assuming=assumed_command,
         sigma=sigma,
         correlation=correlation,
@@ -485,11 +499,11 @@ def power(
         console().print(plan.render())
 
 
-def _check_assumptions(earlier: str | None, sigma: float | None, correlation: float | None) -> None:
+def _check_assumptions(earlier: Sequence[str] | None, sigma: float | None, correlation: float | None) -> None:
     """Raise RecipeError for an assumed spread that is no number, or beside a measured one."""
     if earlier and (sigma is not None or correlation is not None):
         raise RecipeError(
-            f"--from: got {earlier!r} with --sigma or --correlation, which --from measures; drop them, or "
+            f"--from: got {earlier[0]!r} with --sigma or --correlation, which --from measures; drop them, or "
             "plan without --from: abrun power RECIPE --sigma X"
         )
     if sigma is not None and not math.isfinite(sigma):

@@ -1,7 +1,8 @@
 """Noise of earlier experiments of a recipe, which a launch declares before its runs (Smyth's moderated t).
 
 Only experiments whose baseline has the same settings count, and only records of the claim's metric, window
-and scale. What is declared is in the experiment's record and its hash, not the file.
+and scale. What is declared is in the experiment's record and its hash, not the file. Logs have no settings:
+whoever names a file for them says that it is of one training.
 """
 
 import hashlib
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from abrun.errors import StoreError
-from abrun.recipe.claims import Compare, NoisePrior
+from abrun.recipe.claims import Claim, Compare, NoisePrior
 from abrun.recipe.experiment import AUTO_SETTINGS, ExperimentDeclaration
 from abrun.recipe.reading import dotted
 from abrun.recipe.run import can_change_numbers, recorded_source
@@ -47,7 +48,7 @@ def hash_recipe(recipe: ExperimentDeclaration) -> tuple[str, str]:
         }
         for arm in recipe.arms
     }
-    return _hash(settings[recipe.baseline]), _hash(settings)
+    return hash_content(settings[recipe.baseline]), hash_content(settings)
 
 
 def declare_noise(recipe: Declaration, experiment_dir: Path) -> Declaration:
@@ -67,7 +68,7 @@ def declare_noise(recipe: Declaration, experiment_dir: Path) -> Declaration:
 
 
 def _fit_priors(recipe: ExperimentDeclaration, experiment_dir: Path) -> list[NoisePrior]:
-    """Return a prior for each claim on a difference, by a margin that is a number, with a history."""
+    """Return a prior for each claim with a history."""
     path = noise_file(recipe.compare, experiment_dir.parent)
     try:
         records = read_noise(path) if path else []
@@ -75,16 +76,31 @@ def _fit_priors(recipe: ExperimentDeclaration, experiment_dir: Path) -> list[Noi
         raise StoreError(f"{error}; or launch with compare.noise: none") from None
     if not records:
         return []
-    decided, baseline, arms = recipe.with_auto_values(), *hash_recipe(recipe)
-    records = _without_repeats(records, experiment_dir.name, arms, recipe.seeds)
+    decided, hashes = recipe.with_auto_values(), hash_recipe(recipe)
     treatments = [decided.run_config(arm) for arm in recipe.arms if arm != recipe.baseline]
     recorded = all(recorded_source(config) is not None for config in treatments)
-    claims = [claim for claim in recipe.compare.claims if claim.difference_kind and claim.margin_in[1] == ""]
+    identity = experiment_dir.name, *hashes, recipe.seeds
+    return fit_priors(recipe.compare.claims, records, *identity, recorded=recorded)
+
+
+def fit_priors(
+    claims: Sequence[Claim],
+    records: list[NoiseRecord],
+    name: str,  # of the experiment that is to be tested, with its hashes and seeds
+    baseline: str,
+    arms: str,
+    seeds: Sequence[int],
+    *,
+    recorded: bool,
+) -> list[NoisePrior]:
+    """Return a prior for each claim on a difference, by a margin that is a number, with a history."""
+    records = _without_repeats(records, name, arms, seeds)
     priors: dict[Scale, NoisePrior | None] = {}
     for claim in claims:
-        scale = (claim.metric, claim.window, claim.transform or default_transform(claim.metric), recorded)
-        history = [record for record in records if (record.recipe, record.scale) == (baseline, scale)]
-        priors[scale] = _fit_prior(scale, history)
+        if claim.difference_kind and claim.margin_in[1] == "":
+            scale = (claim.metric, claim.window, claim.transform or default_transform(claim.metric), recorded)
+            history = [record for record in records if (record.recipe, record.scale) == (baseline, scale)]
+            priors[scale] = _fit_prior(scale, history)
     return [prior for prior in priors.values() if prior]
 
 
@@ -112,9 +128,9 @@ def _fit_prior(scale: Scale, records: list[NoiseRecord]) -> NoisePrior | None:
         return None
     values = dict(zip(("metric", "window", "transform", "recorded"), scale, strict=True))
     values |= {"experiments": sum(record.sd**2 > 0 for record in records)}
-    values |= {"sha256": _hash([asdict(record) for record in records])}
+    values |= {"sha256": hash_content([asdict(record) for record in records])}
     return NoisePrior.model_validate({**values, "sd": math.sqrt(prior.variance), "dof": prior.dof})
 
 
-def _hash(content: Any) -> str:
+def hash_content(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]

@@ -13,6 +13,7 @@ _SAMPLES = {
     "values": "the values are",
 }
 _ONE_RUN = "the same run twice, or a seed without effect"
+_NOISE_SOURCES = "{num:if {num:count earlier experiment}}{both:if  and }{reruns:if {reruns:count A/A rerun}}"
 _NEEDED_VALUES = {
     "number": "numbers",
     "positive": "above 0, as a ratio needs",
@@ -135,10 +136,12 @@ MESSAGES: dict[Code, Message] = {
     Code.COLLAPSED: "the {arm}'s level in the window is {level:.3g}, but its best is {best:.3g} (steps "
     "{steps[0]}-{steps[1]})",
     Code.DIFFERS_EARLIER: _differs_earlier,
-    Code.NOISE_BORROWED: "noise from {num:count earlier experiment} (d0 = {dof:.1f}): {pairs} pairs "
-    "count like {like:.1f}; without it the interval would be {interval[0]:.3g} to {interval[1]:.3g}",
-    Code.NOISE_UNLIKE: "the noise of {num:count earlier experiment} (sd {sd:.2g}) is not used: an F test "
-    "tells it from this one's (sd {own:.2g})",
+    Code.NOISE_BORROWED: f"noise from {_NOISE_SOURCES} (d0 = {{dof:.1f}}): {{pairs}} pairs count like "
+    "{like:.1f}; without it the interval would be {interval[0]:.3g} to {interval[1]:.3g}",
+    Code.NOISE_UNLIKE: f"the noise of {_NOISE_SOURCES} (sd {{sd:.2g}}) is not used: an F test tells it from "
+    "this one's (sd {own:.2g})",
+    Code.SEEDS_WITHOUT_PAIR: "a control variate: {seeds:plural seed} {seeds:list} of the reference, which no "
+    "later run has; without it the interval would be {interval[0]:.3g} to {interval[1]:.3g}",
     Code.LARGEST_STEP: "at the step where each pair differs most, only ±{bound:.3g} would hold",
     Code.STEPS_APART: "the medians hide steps: {share:.0%} of the treatment's, and {baseline_share:.0%} of "
     "the baseline's, are more than {ratio:.2f}x from those of the other seeds",

@@ -106,7 +106,7 @@ class Code(StrEnum):
     TIMES_OF_SHARED_GPUS, FIXED_BY_RECORDING, ONLY_SOME_SAMPLE = auto(), auto(), auto()
     CLAIM_PASSES, CLAIM_FAILS, CLAIM_OPEN, TOO_FEW_FOR_BETTER = auto(), auto(), auto(), auto()
     LEVEL_CHANGED, RATIO_AT_EACH_STEP, DIVERGENCE_RATE, SPREAD_NOT_SHOWN = auto(), auto(), auto(), auto()
-    NOISE_BORROWED, NOISE_UNLIKE, NOISE_NOT_WRITTEN = auto(), auto(), auto()
+    NOISE_BORROWED, NOISE_UNLIKE, NOISE_NOT_WRITTEN, SEEDS_WITHOUT_PAIR = auto(), auto(), auto(), auto()
 
     # Evidence beside the claims: untested properties, excluded runs, injected faults, descriptions
     STEP_ONE_NOT_SETTLED, STEP_ONE_NOT_READ, RUNS_DO_NOT_SAY, OTHER_CODE = auto(), auto(), auto(), auto()

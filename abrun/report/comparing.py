@@ -37,7 +37,7 @@ from abrun.runs.metric_names import default_transform
 from abrun.verdict.decide import ArmVerdict, Verdict, judge
 from abrun.verdict.margins import freeze_claims
 from abrun.verdict.new_run import has_single_run
-from abrun.verdict.noise_history import record_noise
+from abrun.verdict.noise_history import record_noise, with_history
 from abrun.verdict.seed_noise import describe_one_arm
 from abrun.verdict.verdict_file import VerdictFile, as_json, build_verdict_file
 
@@ -78,6 +78,7 @@ class CompareOptions:
     reference: Path | None = None  # compare `arm` with this frozen reference, by its claims
     arm: str | None = None  # required if an experiment has several
     step_one: bool = True
+    noise: Path | None = None  # the history of logs of the same training
     output: Path | None = None  # the folder of the report; None: write nothing
     formats: Collection[str] | None = None
     command: str | None = None  # that made the report
@@ -93,6 +94,7 @@ class CompareOptions:
         words += [] if self.reference is None else ["--reference", str(self.reference)]
         words += [] if self.arm is None else ["--arm", self.arm]
         words += [word for key, value in self.level.items() for word in (f"--{key}", str(value))]
+        words += [] if self.noise is None else ["--noise", str(self.noise)]
         return [*words, *([] if self.step_one else ["--no-step-one"])]
 
 
@@ -137,6 +139,8 @@ def compare_contents(contents: SourceContents, options: CompareOptions) -> Compa
     experiment = with_options(
         experiment, claims, step_one=options.step_one, unpaired=reading.unpaired, level=options.level
     )
+    if options.noise is not None:
+        experiment = with_history(experiment, options.noise)
     if reading.interim and not experiment.compare.claims:
         raise ComparisonError(
             f"--interim: got {reading.given_options['--interim']} without a claim, and only a claim has "

@@ -1,5 +1,6 @@
 """`abrun power`: power and sample size of the declared claims before launch."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, replace
 from functools import cached_property
@@ -24,8 +25,8 @@ from abrun.messages.numbers import pairs_or_more_text, percent_text, sample_unit
 from abrun.recipe.claims import Claim, Compare, describe_claim
 from abrun.recipe.experiment import ExperimentDeclaration
 from abrun.recipe.reading import dotted
+from abrun.report.designs import PricedDesign, measure_pair_hours, price_designs
 from abrun.report.present.tables import Table, columns
-from abrun.report.windows import PricedWindow, measure_pair_hours, price_windows
 from abrun.runs.metric_names import DIVERGENCE_RATE
 from abrun.runs.redaction import display_safe_tree, shortened
 from abrun.stats.power import pairs_needed, power_at, sd_of_difference
@@ -120,6 +121,7 @@ class PowerPlan:
     num_pairs: int
     _: KW_ONLY
     earlier: RecordedExperiment | None = None  # measures the spread
+    variants: Sequence[RecordedExperiment] = ()  # of other settings, measured to price them
     assuming: str = "abrun power RECIPE --sigma X"  # the command that plans without `earlier`
     sigma: float | None = None  # these two replace what the recipe assumes
     correlation: float | None = None
@@ -166,7 +168,7 @@ class PowerPlan:
                 f"All {len(powers)} claims must pass: at least {power} with {self.num_pairs} {self._unit}."
             )
             lines.append(Text(all_pass))
-        lines += [table for plan in self.claims for table in self._render_windows(plan)]
+        lines += [table for plan in self.claims for table in self._render_priced(plan)]
         if self.compare.interim:
             lines.append(Text(self._interim_line()))
         if self.designs:
@@ -186,9 +188,10 @@ class PowerPlan:
             "levels": self._levels,
             "claims": [
                 self._claim_json(plan.claim, plan.spread, plan.power)
-                | {"windows": [asdict(window) for window in self.windows(plan)]}
+                | {"windows": [asdict(design) for design in self.priced(plan)]}
                 for plan in self.claims
             ],
+            "pair_hours": self._pair_hours,
             "designs": self.designs and asdict(self.designs),
         }
 
@@ -257,51 +260,66 @@ class PowerPlan:
         table = Table(columns("claim", "margin", *numbers, numeric=numbers), rows)
         return [Text(heading, style="bold"), table]
 
-    def windows(self, plan: PlannedClaim) -> list[PricedWindow]:
-        """Return what the claim would need over other windows of the earlier runs, the cheapest first."""
+    @property
+    def _pair_hours(self) -> float | None:
+        """GPU hours of a run of each arm, as given or recorded; None if unknown."""
+        if self.hours is not None:
+            return self.hours * (1 + self.num_treatments)
+        recorded = measure_pair_hours(self.earlier) if self.earlier else math.nan
+        return recorded if math.isfinite(recorded) else None
+
+    def priced(self, plan: PlannedClaim) -> list[PricedDesign]:
+        """Return what the claim would need in the earlier runs' windows and settings, the cheapest first."""
         if self.earlier is None or plan.power is None or plan.claim.margin_in[1] != "":
             return []
 
-        def price(claim: Claim) -> tuple[Spread | None, ClaimPower | None]:
-            spread = self._spread(claim)
+        def price(experiment: RecordedExperiment, claim: Claim) -> tuple[Spread | None, ClaimPower | None]:
+            spread = self._measured_spread(experiment, claim)
             return spread, plan_claim_power(claim, self.compare, spread, self._levels[-1])
 
         margin = plan.claim.margin_in[0] or plan.claim.improvement or 0.0
-        hours = self.hours and self.hours * (1 + self.num_treatments)
-        return price_windows(
-            self.earlier, plan.claim, price, margin, hours or measure_pair_hours(self.earlier)
-        )
+        hours = None if self.hours is None else self._pair_hours
+        return price_designs([self.earlier, *self.variants], plan.claim, price, margin, hours)
 
-    def _render_windows(self, plan: PlannedClaim) -> Iterator[RenderableType]:
-        """Yield a table of windows, and the cheapest over which the baseline's curve is flat."""
+    def _render_priced(self, plan: PlannedClaim) -> Iterator[RenderableType]:
+        """Yield a table of windows and settings, and the cheapest over which the baseline's curve is flat."""
+        priced = self.priced(plan)
         rows = [
             (
-                priced.window,
-                "yes" if priced.is_flat else "no, it still learns",
-                f"{priced.sd_difference:.3g}",
-                f"{pairs_or_more_text(priced.pairs_needed)} {self._unit}",
-                "unknown" if priced.hours is None else f"{priced.hours:.2g}",
+                *([row.experiment] if self.variants else []),
+                row.window,
+                "yes" if row.is_flat else "no, it still learns",
+                f"{row.sd_difference:.3g}",
+                f"{pairs_or_more_text(row.pairs_needed)} {self._unit}",
+                "unknown" if row.hours is None else f"{row.hours:.2g}",
             )
-            for priced in self.windows(plan)
+            for row in priced
         ]
-        if len(rows) > 1:
-            numbers = ("sd of a difference", "80 % power at", "GPU hours")
-            yield Text(f"\n{plan.claim.metric}: what other windows would need", style="bold")
-            yield Table(columns("window", "flat", *numbers, numeric=numbers), rows)
-            if rows[0][1] == "yes" and self.windows(plan)[0].pairs_needed:
-                yield Text(f"Cheapest that decides: window: {rows[0][0]}")
+        if len(rows) < 2:
+            return
+        numbers = ("sd of a difference", "80 % power at", "GPU hours")
+        what = "windows and settings" if self.variants else "windows"
+        yield Text(f"\n{plan.claim.metric}: what other {what} would need", style="bold")
+        titles = [*(["as in"] if self.variants else []), "window", "flat", *numbers]
+        yield Table(columns(*titles, numeric=numbers), rows)
+        if priced[0].is_flat and priced[0].pairs_needed:
+            settings = f", trained as {priced[0].experiment}" if self.variants else ""
+            yield Text(f"Cheapest that decides: window: {priced[0].window}{settings}")
 
     def _render_designs(self, designs: Designs) -> list[RenderableType]:
         """Return the expected cost of both designs, and which one is cheaper."""
-        headings = [f"P({self._pass_word})", "pairs if equal", "pairs at the margin"]
-        rows = []
-        for design, numbers in (
-            (
-                f"interim analyses at {', '.join(map(str, designs.interim))} pairs",
-                (designs.pairs_if_equal, designs.pairs_at_margin),
+        headings, hours = [f"P({self._pass_word})", "pairs if equal", "pairs at the margin"], self._pair_hours
+        headings += [] if hours is None else ["GPU hours if equal"]
+        costs = {
+            f"interim analyses at {', '.join(map(str, designs.interim))} pairs": (
+                designs.pairs_if_equal,
+                designs.pairs_at_margin,
             ),
-            ("one analysis", (designs.fixed_pairs, designs.fixed_pairs)),
-        ):
+            "one analysis": (designs.fixed_pairs, designs.fixed_pairs),
+        }
+        rows = []
+        for design, pairs in costs.items():
+            numbers = [*pairs, *([] if hours is None else [pairs[0] * hours])]
             rows.append([design, percent_text(designs.power), *(f"{number:.3g}" for number in numbers)])
         return [
             Text("\nExpected cost with and without interim analyses", style="bold"),
@@ -314,15 +332,19 @@ class PowerPlan:
 
     def _spread(self, claim: Claim) -> Spread | None:
         if self.earlier is not None:
-            measured = measure_spread(self.earlier, claim, paired=self.compare.paired)
-            assumed = assumed_spread(
-                claim, False, paired=self.compare.paired, priors=self.compare.noise_priors
-            )
-            return measured and replace(measured, prior=assumed and assumed.prior)
+            return self._measured_spread(self.earlier, claim)
         overrides = {"sigma": self.sigma, "correlation": self.correlation}
         claim = claim.model_copy(update={key: value for key, value in overrides.items() if value is not None})
         priors, has_reference = self.compare.noise_priors, self.compare.reference is not None
         return assumed_spread(claim, has_reference, paired=self.compare.paired, priors=priors)
+
+    def _measured_spread(self, experiment: RecordedExperiment, claim: Claim) -> Spread | None:
+        paired = self.compare.paired
+        measured = measure_spread(experiment, claim, paired=paired)
+        # The history is that of the planned settings
+        priors = self.compare.noise_priors if experiment is self.earlier else ()
+        assumed = assumed_spread(claim, False, paired=paired, priors=priors)
+        return measured and replace(measured, prior=assumed and assumed.prior)
 
     def _spread_text(self, spread: Spread | None, claim: Claim) -> str:
         rho = spread.correlation if spread else claim.correlation

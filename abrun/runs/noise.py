@@ -25,8 +25,8 @@ class NoiseRecord:
     """Spread of an experiment's paired differences over seeds; 0 if its arms were identical."""
 
     experiment: str
-    recipe: str  # hash of the baseline's settings
-    arms: str  # hash of all arms' settings
+    recipe: str  # hash of the baseline's settings; empty: of logs
+    arms: str  # hash of all arms' settings; of logs: of the first seed's numbers
     seeds: list[int]
     metric: str
     window: str

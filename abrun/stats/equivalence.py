@@ -10,17 +10,24 @@ arrays: planning calls them before the runs, the verdict after. Outcomes of 0 an
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from scipy import special  # scipy.stats would take a second to import
 
-from abrun.stats.many_tests import VariancePrior
+from abrun.stats.many_tests import TINY_P, VariancePrior
 from abrun.stats.rates import Outcomes, are_outcomes, rate_interval, rate_p
+from abrun.stats.series import Array
 
 ALPHA = 0.05
 # Pairs, or runs of each arm: two can agree by chance, which is no evidence.
 MIN_FOR_MISMATCH = 3
+# Correlation that is assumed of paired arms: the median of rewards over seeds in docs/evidence
+ASSUMED_PAIR_CORRELATION = 0.5
+_NUM_BISECTIONS = 60
+_MAX_SHARE = 1e6  # of a yardstick
+_MAX_DOF_RATIO = 1.25  # of a test with further baselines to that of its pairs; keeps the level at 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,10 +52,6 @@ class TostResult:
     exact: bool  # outcomes of 0 and 1, whose tests and intervals are exact (abrun.stats.rates)
 
 
-# tail(sign, margin): P(a mean of sign * difference - margin * yardstick this small), if the true mean is 0
-TailProbability = Callable[[int, float], float]
-
-
 def equivalence_test(
     baseline: ArrayLike,  # [M] one summary per run
     treatment: ArrayLike,  # [N] if paired, the same seeds in the same order
@@ -59,6 +62,7 @@ def equivalence_test(
     *,
     paired: bool = True,
     prior: VariancePrior | None = None,
+    further: Array | None = None,  # [U] baselines without a partner
 ) -> TostResult:
     """Run TOST for |mean(treatment - baseline)| < margin, or < margin * mean(yardstick) with a yardstick.
 
@@ -66,29 +70,32 @@ def equivalence_test(
     yardstick the margin is itself estimated. The test stays exact because it compares the treatment with
     baseline ± margin * yardstick, run by run, in two t-tests (Sasabuchi 1988). `resolution` is the step in
     which summaries move, see `min_standard_error`. At 0, arms without any spread (bit-identical, or an exact
-    shift) are decided by value: the interval is a point and every p is 0 or 1. `prior` moderates the variance
-    of paired differences (Smyth 2004), unless the margin is estimated. Raises ValueError for fewer than two
+    shift) are decided by value: the interval is a point and every p is 0 or 1. `prior` and `further` are
+    those of `estimate_difference`, unless the margin is estimated. Raises ValueError for fewer than two
     pairs, or fewer than two runs of an arm, for non-finite values, and for margin <= 0.
     """
     baseline_values, treatment_values = check_samples(baseline, treatment, margin, paired=paired)
-    margin_unit = np.ones(len(baseline_values)) if yardstick is None else np.asarray(yardstick, float)
     outcomes = find_outcomes(baseline_values, treatment_values, yardstick, paired=paired)
+    samples, borrowed = (baseline_values, treatment_values), {"prior": prior, "further": further}
+    mean, error, dof = estimate_difference(
+        *samples, resolution, paired=paired, **({} if yardstick is not None else borrowed)
+    )
 
     def tail(sign: int, share: float) -> float:
         """Return P(a mean of sign * difference - share * yardstick this small), if the true mean is 0."""
         if outcomes:
             return (outcomes if sign > 0 else outcomes.reversed).p_below(share)
-        samples = (
-            (share * margin_unit, sign * (treatment_values - baseline_values))
-            if paired
-            else (sign * baseline_values + share * margin_unit, sign * treatment_values)
+        if yardstick is None:
+            return p_above(share - sign * mean, error, dof)
+        scaled = sign * baseline_values + share * np.asarray(yardstick, float)
+        end, end_error, end_dof = estimate_difference(
+            scaled, sign * treatment_values, resolution, paired=paired
         )
-        mean, error, dof = estimate_difference(*samples, resolution, paired=paired, prior=prior)
-        return p_above(-mean, error, dof)
+        return p_above(-end, end_error, end_dof)
 
-    prior = prior if yardstick is None else None
-    samples = baseline_values, treatment_values
-    mean, error, dof = estimate_difference(*samples, resolution, paired=paired, prior=prior)
+    def passes_within(negated_share: float) -> bool:
+        return max(tail(1, -negated_share), tail(-1, -negated_share)) < alpha
+
     differing = [treatment_values - baseline_values] if paired else samples
     sd = math.hypot(*(mean_and_sd(values)[1] for values in differing))
     intervals = {}
@@ -111,7 +118,7 @@ def equivalence_test(
         p_difference=min(1.0, 2 * tail(sign_towards_zero, 0.0)),
         p_beyond=min(1.0, tail(sign_towards_zero, -margin) + tail(sign_towards_zero, margin)),
         certified_bound=certified_bound,
-        certified_margin=_certified_share(tail, alpha) if is_relative else certified_bound,
+        certified_margin=-find_largest_share(passes_within) if is_relative else certified_bound,
         pair_correlation=_correlate(baseline_values, treatment_values) if paired else None,
         equivalent=p_tost < alpha,
         exact=outcomes is not None,
@@ -119,8 +126,8 @@ def equivalence_test(
 
 
 def find_outcomes(
-    baseline: NDArray[np.float64],
-    treatment: NDArray[np.float64],
+    baseline: Array,
+    treatment: Array,
     yardstick: ArrayLike | None,
     *,
     paired: bool,
@@ -133,7 +140,7 @@ def find_outcomes(
 
 def check_samples(
     baseline: ArrayLike, treatment: ArrayLike, margin: float, *, paired: bool
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+) -> tuple[Array, Array]:
     """Return both samples as arrays. Raises ValueError if they cannot be tested."""
     baseline_values, treatment_values = np.asarray(baseline, float), np.asarray(treatment, float)
     sizes_match = baseline_values.shape == treatment_values.shape or not paired
@@ -153,28 +160,58 @@ def check_samples(
 
 
 def estimate_difference(
-    baseline: NDArray[np.float64],
-    treatment: NDArray[np.float64],
+    baseline: Array,
+    treatment: Array,
     resolution: float = 0.0,
     *,
     paired: bool,
     prior: VariancePrior | None = None,
+    further: Array | None = None,  # [U]
 ) -> tuple[float, float, float]:
     """Return the mean of treatment - baseline, its standard error and degrees of freedom.
 
-    With a `prior` these are the moderated ones of paired differences that are like it.
+    A `prior` moderates the variance of paired differences that are like it (Smyth 2004). `further` baselines
+    without a partner are a control variate (double sampling, Cochran 1977, chapter 12): with n pairs, U
+    further baselines v, rho the correlation that is assumed, and w = rho + (1 - rho) n / (n + U),
+
+        d = mean(t - w b) - (1 - w) mean(v),
+
+    which has the mean of t - b for any w, and Welch's error: both means are of independent runs. Differences
+    that are far less noisy than the baselines (of another kind than rho) do without.
     """
     if not paired:
         return estimate_welch_difference(baseline, treatment, resolution)
     num_pairs = len(baseline)
+    least_error = partial(min_standard_error, resolution, num_pairs)
     mean, error, dof = estimate_mean(treatment - baseline)
+    if further is not None and uses_further(baseline, treatment, further):
+        weight = ASSUMED_PAIR_CORRELATION + (1 - ASSUMED_PAIR_CORRELATION) * num_pairs / (
+            num_pairs + len(further)
+        )
+        mean, error, dof = estimate_mean(treatment - weight * baseline)
+        all_baselines = np.concatenate([baseline, further])
+        squares = (
+            max(error, least_error(dof)) ** 2,
+            (1 - weight) ** 2 * all_baselines.var(ddof=1) / len(further),
+        )
+        welch_dof = sum(squares) ** 2 / (squares[0] ** 2 / dof + squares[1] ** 2 / (len(all_baselines) - 1))
+        mean -= (1 - weight) * float(further.mean())
+        return mean, math.sqrt(sum(squares)), float(min(welch_dof, _MAX_DOF_RATIO * dof))
     if prior:
         variance, dof = map(float, prior.moderate_alike(num_pairs * error**2, dof))
         error = error if dof == num_pairs - 1 else math.sqrt(variance / num_pairs)
-    return mean, max(error, min_standard_error(resolution, num_pairs, dof)), dof
+    return mean, max(error, least_error(dof)), dof
 
 
-def estimate_mean(values: NDArray[np.float64]) -> tuple[float, float, float]:
+def uses_further(baseline: Array, treatment: Array, further: Array) -> bool:
+    """Return whether differences [P] are as noisy as those of arms with further baselines [U] may be."""
+    variance = np.concatenate([baseline, further]).var(ddof=1)
+    dofs = len(baseline) - 1, len(baseline) + len(further) - 1
+    least = special.fdtri(*dofs, TINY_P) * 2 * (1 - ASSUMED_PAIR_CORRELATION) * variance
+    return bool(len(further) and (treatment - baseline).var(ddof=1) > least)
+
+
+def estimate_mean(values: Array) -> tuple[float, float, float]:
     """Return the mean of at least two values, its standard error and degrees of freedom."""
     mean, sd = mean_and_sd(values)
     return mean, sd / math.sqrt(len(values)), len(values) - 1.0
@@ -198,7 +235,7 @@ def min_standard_error(resolution: float, num_values: int, dof: float | None = N
 
 
 def estimate_welch_difference(
-    baseline: NDArray[np.float64], treatment: NDArray[np.float64], resolution: float = 0.0
+    baseline: Array, treatment: Array, resolution: float = 0.0
 ) -> tuple[float, float, float]:
     """Return the mean of treatment - baseline, its standard error and degrees of freedom for independent
     arms.
@@ -221,26 +258,26 @@ def estimate_welch_difference(
     return mean, error, min(float(dof), max_dof)
 
 
-def sd_with_resolution(values: NDArray[np.float64], resolution: float) -> float:
+def sd_with_resolution(values: Array, resolution: float) -> float:
     """Return the sample sd, but at least the sd that `min_standard_error` implies."""
     return max(mean_and_sd(values)[1], min_standard_error(resolution, len(values)) * math.sqrt(len(values)))
 
 
-def _certified_share(tail: TailProbability, alpha: float) -> float:
-    """Return the smallest share of the yardstick that would have passed, by bisection; inf if none does."""
-
-    def passes(share: float) -> bool:
-        return max(tail(1, share), tail(-1, share)) < alpha
-
-    low, high = 0.0, 1.0
-    while not passes(high):
+def find_largest_share(passes: Callable[[float], bool]) -> float:
+    """Return the largest share of a yardstick that passes, by bisection; -inf if none does."""
+    low, high = -1.0, 1.0
+    while not passes(low):
+        low *= 2
+        if low < -_MAX_SHARE:
+            return -math.inf
+    while passes(high):
         low, high = high, 2 * high
-        if high > 1e6:
+        if high > _MAX_SHARE:
             return math.inf
-    for _ in range(60):
+    for _ in range(_NUM_BISECTIONS):
         middle = (low + high) / 2
-        low, high = (low, middle) if passes(middle) else (middle, high)
-    return high
+        low, high = (middle, high) if passes(middle) else (low, middle)
+    return low
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,7 +343,7 @@ def holm(p_values: ArrayLike) -> list[float]:
     return corrected.tolist()
 
 
-def mean_and_sd(values: NDArray[np.float64]) -> tuple[float, float]:
+def mean_and_sd(values: Array) -> tuple[float, float]:
     """Return the mean and sample sd. Equal values give exactly that value and 0, without rounding errors."""
     if np.ptp(values) == 0:
         return float(values[0]), 0.0
@@ -328,7 +365,7 @@ def welch_interval(baseline: ArrayLike, treatment: ArrayLike, confidence: float)
     return mean - half_width, mean + half_width
 
 
-def _correlate(baseline: NDArray[np.float64], treatment: NDArray[np.float64]) -> float | None:
+def _correlate(baseline: Array, treatment: Array) -> float | None:
     if np.ptp(baseline) == 0 or np.ptp(treatment) == 0:
         return None
     if np.array_equal(baseline, treatment):

@@ -83,7 +83,7 @@ MIN_SAMPLES = 10
 # nothing; the simulated false discovery rate stays at 0.06 even if a tenth varies five times as much.
 MAX_PRIOR_DOF = 4.0
 MIN_EXCESS = 0.2  # variance of the logarithms of true variances: sds that differ by a factor of 1.25
-_TINY_P = 0.001
+TINY_P = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class VariancePrior:
         below a quantile so small that leaving out the prior costs a level of 0.05 nothing.
         """
         variances, total = np.asarray(variance, float), self.dof + dof
-        low, high = (special.fdtri(dof, self.dof, p) * self.variance for p in (_TINY_P, 0.95))
+        low, high = (special.fdtri(dof, self.dof, p) * self.variance for p in (TINY_P, 0.95))
         is_like = (low < variances) & (variances <= high)
         moderated = (self.dof * self.variance + dof * variances) / total
         return np.where(is_like, moderated, variances), np.where(is_like, total, dof)

@@ -8,19 +8,23 @@ interval of the two one-sided tests (Schuirmann 1987). Margins in sigmas are in 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
 from scipy import special
 
-from abrun.stats.equivalence import ALPHA, check_samples, estimate_difference, find_outcomes, p_above
+from abrun.stats.equivalence import (
+    ALPHA,
+    check_samples,
+    estimate_difference,
+    find_largest_share,
+    find_outcomes,
+    p_above,
+)
 from abrun.stats.many_tests import VariancePrior
 from abrun.stats.power import NUM_EXPERIMENTS, Array, Decisions, decide_at, find_min_pairs
-
-_NUM_BISECTIONS = 60
-_MAX_SHARE = 1e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,16 +47,16 @@ def improvement_test(
     sign: int,
     paired: bool = True,
     prior: VariancePrior | None = None,
+    further: ArrayLike | None = None,  # [U] baselines without a partner
 ) -> OneSidedResult:
     """Test whether mean(sign * (treatment - baseline)) is above threshold, or threshold * mean(yardstick).
 
     `sign` is 1 if higher is better, else -1. A negative threshold is the margin of a non-inferiority. With a
     yardstick, improvement minus threshold is tested run by run, so that the estimated margin is accounted
-    for (Sasabuchi 1988). `resolution` and `prior` are those of `equivalence_test`. Raises ValueError
-    for fewer than two pairs or runs, and for non-finite values.
+    for (Sasabuchi 1988). `resolution`, `prior` and `further` are those of `equivalence_test`. Raises
+    ValueError for fewer than two pairs or runs, and for non-finite values.
     """
     baseline_values, treatment_values = check_samples(baseline, treatment, 1.0, paired=paired)
-    unit = np.ones(len(baseline_values)) if yardstick is None else np.asarray(yardstick, float)
     if outcomes := find_outcomes(baseline_values, treatment_values, yardstick, paired=paired):
         gain = outcomes if sign > 0 else outcomes.reversed
         return OneSidedResult(
@@ -60,37 +64,30 @@ def improvement_test(
             p_below=gain.p_below(threshold),
             bound=-gain.reversed.upper_bound(alpha),
         )
+    if yardstick is None:
+        mean, error, dof = estimate_difference(
+            sign * baseline_values,
+            sign * treatment_values,
+            resolution,
+            paired=paired,
+            prior=prior,
+            further=None if further is None else sign * np.asarray(further, float),
+        )
+        return OneSidedResult(
+            p_above=p_above(mean, error, dof, threshold),
+            p_below=p_above(-mean, error, dof, -threshold),
+            bound=mean - float(special.stdtrit(dof, 1 - alpha)) * error,
+        )
+    unit = np.asarray(yardstick, float)
 
     def excess(share: float) -> tuple[float, float, float]:
         """Return the mean improvement minus `share` yardsticks, its standard error and degrees of freedom."""
         samples = sign * baseline_values + share * unit, sign * treatment_values
-        return estimate_difference(*samples, resolution, paired=paired, prior=prior)
+        return estimate_difference(*samples, resolution, paired=paired)
 
-    prior = prior if yardstick is None else None
     mean, error, dof = excess(threshold)
-    if yardstick is None:
-        improvement, improvement_error, improvement_dof = excess(0.0)
-        bound = improvement - float(special.stdtrit(improvement_dof, 1 - alpha)) * improvement_error
-    else:
-        bound = find_largest_share(lambda share: p_above(*excess(share)) < alpha)
+    bound = find_largest_share(lambda share: p_above(*excess(share)) < alpha)
     return OneSidedResult(p_above=p_above(mean, error, dof), p_below=p_above(-mean, error, dof), bound=bound)
-
-
-def find_largest_share(passes: Callable[[float], bool]) -> float:
-    """Return the largest share of a yardstick that passes, by bisection; -inf if none does."""
-    low, high = -1.0, 1.0
-    while not passes(low):
-        low *= 2
-        if low < -_MAX_SHARE:
-            return -math.inf
-    while passes(high):
-        low, high = high, 2 * high
-        if high > _MAX_SHARE:
-            return math.inf
-    for _ in range(_NUM_BISECTIONS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if passes(middle) else (low, middle)
-    return low
 
 
 def planned_excess(kind: str, margin: float, improvement: float | None) -> float:

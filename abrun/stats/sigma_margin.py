@@ -16,8 +16,14 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import special
 
-from abrun.stats.equivalence import ALPHA, check_samples, estimate_difference, mean_and_sd
-from abrun.stats.one_sided import OneSidedResult, find_largest_share
+from abrun.stats.equivalence import (
+    ALPHA,
+    check_samples,
+    estimate_difference,
+    find_largest_share,
+    mean_and_sd,
+)
+from abrun.stats.one_sided import OneSidedResult
 from abrun.stats.power import NUM_EXPERIMENTS, Array, Decisions, decide_at, find_min_pairs
 
 _MIN_P = 1e-12
@@ -50,16 +56,7 @@ def sigma_test(
     """
     baseline_values, treatment_values = check_samples(baseline, treatment, sigmas, paired=paired)
     mean, error, dof = estimate_difference(baseline_values, treatment_values, resolution, paired=paired)
-    return _test_sigma_margin(
-        mean_and_sd(baseline_values)[1], len(baseline_values), (abs(mean), error, dof), sigmas, alpha
-    )
-
-
-def _test_sigma_margin(
-    sigma: float, num_seeds: int, difference: tuple[float, float, float], sigmas: float, alpha: float
-) -> SigmaTest:
-    """Test a `difference`: the size of the mean difference, its standard error and degrees of freedom."""
-    mean, error, dof = difference
+    sigma, num_seeds, mean = mean_and_sd(baseline_values)[1], len(baseline_values), abs(mean)
     if sigma == 0:
         p_equivalence, p_beyond = float(mean != 0 or error != 0), float(mean == 0 or error != 0)
         certified_sigmas = 0.0 if mean == 0 and error == 0 else math.inf

@@ -12,10 +12,11 @@ from scipy import special
 from abrun.errors import ComparisonError
 from abrun.logs.recorded.experiment import RecordedRun, Sides, stack_runs, union_steps
 from abrun.messages.codes import Code, Reason
-from abrun.recipe.claims import Claim, NoisePrior, find_prior
+from abrun.recipe.claims import Claim, find_prior
 from abrun.runs.metric_names import default_reduction, default_transform
 from abrun.stats.anytime import anytime_interval
 from abrun.stats.equivalence import (
+    ASSUMED_PAIR_CORRELATION,
     MIN_FOR_MISMATCH,
     TostResult,
     equivalence_test,
@@ -25,7 +26,6 @@ from abrun.stats.equivalence import (
     sd_with_resolution,
     t_interval,
 )
-from abrun.stats.many_tests import VariancePrior
 from abrun.stats.one_sided import improvement_test, one_sided_pairs_needed, one_sided_power, planned_excess
 from abrun.stats.power import (
     count_like,
@@ -65,6 +65,7 @@ from abrun.verdict.sensitivity import (
     count_dead_seeds,
 )
 from abrun.verdict.skewness import ARMS, DIFFERENCES, HARMLESS_SHARE, find_skew
+from abrun.verdict.spare_runs import NO_SPARE_RUNS, Borrowed, SpareRuns, borrow
 from abrun.verdict.summaries import (
     find_outside_domain,
     find_resolution,
@@ -78,8 +79,6 @@ from abrun.verdict.whole_curve import curve_warnings, find_hidden_steps
 
 # A margin beyond this share of what the baseline learned lets a visible loss pass
 WIDE_SHARE = 0.25
-# Median correlation of paired rewards over seeds in docs/evidence: pairing then saves half of the runs.
-ASSUMED_PAIR_CORRELATION = 0.5
 
 
 def judge_equivalence(
@@ -91,22 +90,26 @@ def judge_equivalence(
     rates: ErrorRates = ONE_TEST,
     *,
     may_repeat: bool = False,
-    priors: Sequence[NoisePrior] = (),
+    spare: SpareRuns = NO_SPARE_RUNS,
 ) -> ClaimResult:
     """Test a claim on the difference over the pairs whose runs both finished with finite values, before
     `apply_holm`: equivalence, non-inferiority or superiority.
 
     All claims together are an intersection-union test: every claim at full alpha, without correction. A claim
-    needs every pair (for independent arms every run), and runs that could have shown a difference. Of the
-    `priors`, that of the claim's metric, window and scale moderates the test. Raises ComparisonError for an
-    empty window.
+    needs every pair (for independent arms every run), and runs that could have shown a difference. `spare`
+    runs, and earlier experiments' noise of the claim's metric, window and scale, inform the test. Raises
+    ComparisonError for an empty window.
     """
     metric, finished = claim.metric, sides.finished
     transform = claim.transform or default_transform(metric)
     bounds = window_bounds(claim.window, grid, metric) if len(grid) else None
     steps, baseline, treatment = _select_window(finished, claim, bounds)
     bounds = clip_to_shared_steps(claim.window, bounds, steps)
-    usable = finished.select(_find_usable_runs(baseline), _find_usable_runs(treatment))
+    # Runs with finite values at every step of a window that is not empty
+    masks = [
+        [bool(len(curve) and np.isfinite(curve).all()) for curve in arm] for arm in (baseline, treatment)
+    ]
+    usable = finished.select(*masks)
     kept = {id(run) for run in usable.runs}
     in_window = (
         baseline[[id(run) in kept for run in finished.baselines]],
@@ -140,8 +143,9 @@ def judge_equivalence(
     if outside:
         return replace(result, problem=result.problem or Code.CLAIM_OUTSIDE_DOMAIN(problem=outside))
     if min(usable.sizes) and bounds and not repeated_run:
-        prior = find_prior(priors, claim, recorded=finished.share_rollouts)
-        result = _test_claim(result, usable, claim, margin, in_window, prior)
+        prior = find_prior(spare.priors, claim, recorded=finished.share_rollouts)
+        borrowed = borrow(spare, prior, metric, transform, steps)
+        result = _test_claim(result, usable, claim, margin, in_window, borrowed)
     if usable.sizes != sides.sizes and not result.problem:
         result = replace(result, problem=pairs_missing_reason(usable, sides, equivalence=True))
     return replace(result, result="not tested") if result.problem else result
@@ -151,11 +155,6 @@ def pairs_missing_reason(used: Sides, sides: Sides, *, equivalence: bool) -> Rea
     """Return the number of planned pairs, or runs, and how many of them are usable."""
     usable, planned = (sizes[0] if sides.paired else sum(sizes) for sizes in (used.sizes, sides.sizes))
     return Code.PAIRS_LACKING(usable=usable, planned=planned, paired=sides.paired, equivalence=equivalence)
-
-
-def _find_usable_runs(values: Array) -> list[bool]:
-    """Return, for each run [R], if it has finite values at every step of a non-empty window [R, W]."""
-    return [bool(len(curve) and np.isfinite(curve).all()) for curve in values]
 
 
 def _test_method(claim: Claim, margin: Margin, *, paired: bool) -> TestMethod:
@@ -174,7 +173,7 @@ def _test_claim(
     claim: Claim,
     margin: Margin,
     in_window: tuple[Array, Array],
-    prior: NoisePrior | None,
+    borrowed: Borrowed,
 ) -> ClaimResult:
     """Add a claim's statistics to its result, with the problems and warnings that qualify them."""
     bounds = result.claim.steps
@@ -190,7 +189,7 @@ def _test_claim(
         return replace(result, problem=result.problem or yardstick_problem)
     varying = spread_values(*in_window, paired=sides.paired)
     step = 0.0 if are_outcomes(*arms) else find_resolution(sides.runs, claim, varying)
-    options: dict[str, Any] = {"yardstick": yardstick, "prior": prior}
+    options: dict[str, Any] = {"yardstick": yardstick, "borrowed": borrowed}
     without_resolution = add_statistics(result, *arms, **options)
     result = add_statistics(result, *arms, **options, resolution=step) if step else without_resolution
     worse = result.claim.worse if claim.is_one_sided else None
@@ -280,32 +279,42 @@ def add_statistics(
     *,
     yardstick: Array | None = None,
     resolution: float = 0.0,
-    prior: NoisePrior | None = None,
+    borrowed: Borrowed | None = None,
 ) -> ClaimResult:
     """Add statistics to a result, from one summary per run. Fewer than two runs an arm are not tested.
 
-    A `prior` moderates the variance of paired differences, but for a margin that is estimated from the runs.
+    What is `borrowed` informs the test of paired differences by a margin that is not estimated from the runs.
     """
     if min(len(baseline), len(treatment)) < 2:
         return result
     terms, in_sigmas = result.claim, result.claim.margin_unit == "sigma"
     # Of other claims than an equivalence by a number or share, only results without the margin are used.
     number = 1.0 if in_sigmas or terms.kind != "within" else terms.margin_number
-    law = VariancePrior(prior.sd**2, prior.dof) if prior and terms.paired and not in_sigmas else None
-    options: dict[str, Any] = {"paired": terms.paired, "prior": law}
-    test = equivalence_test(baseline, treatment, number, terms.alpha, yardstick, resolution, **options)
-    estimate = _summarize_test(test, baseline, treatment, paired=terms.paired)
+    plain = equivalence_test(
+        baseline, treatment, number, terms.alpha, yardstick, resolution, paired=terms.paired
+    )
+    extras: dict[str, Any] = {}
+    if borrowed and terms.paired and not in_sigmas and yardstick is None and not plain.exact:
+        extras = {"prior": borrowed.law, "further": borrowed.levels}
+    test = plain
+    if extras:
+        test = equivalence_test(baseline, treatment, number, terms.alpha, None, resolution, **extras)
+    estimate = _summarize_test(test, plain, baseline, treatment, paired=terms.paired)
     margin = terms.margin_number * (1.0 if yardstick is None else float(yardstick.mean()))
     if in_sigmas:
         margin = terms.margin_number * mean_and_sd(baseline)[1]
-    skew = _find_skew(terms, baseline, treatment, step=resolution, min_sd=HARMLESS_SHARE * abs(margin))
+    samples = dict(zip(ARMS, (baseline, treatment), strict=True))
+    if terms.paired:  # sigmas are the baseline's
+        samples = {DIFFERENCES: treatment - baseline} | ({ARMS[0]: baseline} if in_sigmas else {})
+    level = 0.05 if terms.paired else 0.05 / len(samples)
+    skew = find_skew(samples, step=resolution, min_sd=HARMLESS_SHARE * abs(margin), level=level)
     result = replace(result, estimate=estimate, warnings=(skew,) if skew and not test.exact else ())
-    if prior and law and yardstick is None and not test.exact:
-        alone = equivalence_test(baseline, treatment, number, terms.alpha, None, resolution)
-        result = _describe_prior(result, prior, alone)
+    if borrowed and extras:
+        result = _describe_borrowed(result, borrowed, plain)
         estimate = result.estimate
     if terms.kind != "within":
-        result = _add_one_sided_statistics(result, baseline, treatment, margin, yardstick, resolution, law)
+        arms = baseline, treatment
+        result = _add_one_sided_statistics(result, *arms, margin, yardstick, resolution, extras)
         return _qualify_outcomes(result) if test.exact else result
     if in_sigmas:
         return _add_sigma_statistics(result, baseline, treatment, resolution)
@@ -337,22 +346,30 @@ def add_statistics(
     return _qualify_outcomes(result) if test.exact else result
 
 
-def _describe_prior(result: ClaimResult, prior: NoisePrior, alone: TostResult) -> ClaimResult:
-    """Add the noise of earlier experiments, and what the test would be without it."""
-    num_pairs, estimate = result.claim.num_pairs, result.estimate
-    counted = {"num": prior.experiments, "sd": prior.sd, "own": alone.sd_difference, "pairs": num_pairs}
-    if estimate.freedom == alone.dof:
-        return replace(result, warnings=(*result.warnings, Code.NOISE_UNLIKE(**counted)))
+def _describe_borrowed(result: ClaimResult, borrowed: Borrowed, plain: TostResult) -> ClaimResult:
+    """Add what the test used beside its pairs, and what it would be without."""
+    num_pairs, estimate, law = result.claim.num_pairs, result.estimate, borrowed.law
     assert estimate.freedom is not None
+    if (estimate.standard_error, estimate.freedom) != (plain.standard_error, plain.dof) and borrowed.seeds:
+        used = Code.SEEDS_WITHOUT_PAIR(seeds=borrowed.seeds, interval=plain.interval)
+        return replace(result, warnings=(*result.warnings, used))
+    if law is None:
+        return result
+    counted = {"num": borrowed.num_experiments, "reruns": borrowed.num_reruns, "pairs": num_pairs}
+    counted |= {"both": bool(borrowed.num_experiments and borrowed.num_reruns)}
+    counted |= {"sd": math.sqrt(law.variance), "own": plain.sd_difference}
+    if estimate.freedom == plain.dof:
+        return replace(result, warnings=(*result.warnings, Code.NOISE_UNLIKE(**counted)))
     noise = BorrowedNoise(
-        sd=prior.sd,
-        dof=prior.dof,
-        experiments=prior.experiments,
+        sd=math.sqrt(law.variance),
+        dof=law.dof,
+        experiments=borrowed.num_experiments,
+        reruns=borrowed.num_reruns,
         pairs_like=count_like(num_pairs, estimate.freedom, result.claim.alpha),
-        interval_alone=alone.interval,
+        interval_alone=plain.interval,
     )
-    borrowed = Code.NOISE_BORROWED(**counted, dof=prior.dof, like=noise.pairs_like, interval=alone.interval)
-    return replace(result, estimate=replace(estimate, noise=noise), warnings=(*result.warnings, borrowed))
+    used = Code.NOISE_BORROWED(**counted, dof=law.dof, like=noise.pairs_like, interval=plain.interval)
+    return replace(result, estimate=replace(estimate, noise=noise), warnings=(*result.warnings, used))
 
 
 def _qualify_outcomes(result: ClaimResult) -> ClaimResult:
@@ -378,7 +395,9 @@ def _qualify_outcomes(result: ClaimResult) -> ClaimResult:
     )
 
 
-def _summarize_test(test: TostResult, baseline: Array, treatment: Array, *, paired: bool) -> ClaimEstimate:
+def _summarize_test(
+    test: TostResult, plain: TostResult, baseline: Array, treatment: Array, *, paired: bool
+) -> ClaimEstimate:
     """Return what both arms' summaries show, independent of the margin."""
     return ClaimEstimate(
         differences=tuple((treatment - baseline).tolist()) if paired else (),
@@ -392,7 +411,7 @@ def _summarize_test(test: TostResult, baseline: Array, treatment: Array, *, pair
         freedom=None if test.exact else test.dof,
         ci90=test.ci90,
         interval=test.interval,
-        anytime_interval=anytime_interval(test.mean_difference, test.standard_error, len(baseline))
+        anytime_interval=anytime_interval(plain.mean_difference, plain.standard_error, len(baseline))
         if paired and not test.exact
         else None,
         certified_bound=test.certified_bound,
@@ -400,19 +419,6 @@ def _summarize_test(test: TostResult, baseline: Array, treatment: Array, *, pair
         p_difference=test.p_difference,
         pair_correlation=test.pair_correlation,
     )
-
-
-def _find_skew(
-    terms: ClaimTerms, baseline: Array, treatment: Array, *, step: float, min_sd: float
-) -> Reason | None:
-    """Test the differences for skew, or both arms; for a margin in sigmas also the baseline, its source."""
-    if not terms.paired:
-        arms = dict(zip(ARMS, (baseline, treatment), strict=True))
-        return find_skew(arms, step=step, min_sd=min_sd, level=0.05 / len(arms))
-    samples = {DIFFERENCES: treatment - baseline}
-    if terms.margin_unit == "sigma":
-        samples[ARMS[0]] = baseline
-    return find_skew(samples, step=step, min_sd=min_sd)
 
 
 def _is_shown_and_is_beyond(result: ClaimResult) -> tuple[bool, bool]:
@@ -494,7 +500,7 @@ def _add_one_sided_statistics(
     margin: float,  # in units of the metric
     yardstick: Array | None,  # [M] the number of which a relative margin is a share
     resolution: float,
-    prior: VariancePrior | None,
+    extras: dict[str, Any],
 ) -> ClaimResult:
     """Add test, bound and power to a result that has its estimate. Two pairs cannot show superiority.
 
@@ -510,7 +516,7 @@ def _add_one_sided_statistics(
         unit = mean_and_sd(baseline)[1]
     else:
         test = improvement_test(
-            *arms, threshold, terms.alpha, yardstick, resolution, sign=sign, paired=paired, prior=prior
+            *arms, threshold, terms.alpha, yardstick, resolution, sign=sign, paired=paired, **extras
         )
         unit = 1.0 if yardstick is None else float(yardstick.mean())
     certified = -test.bound if terms.kind == "not_worse" else test.bound
@@ -583,8 +589,8 @@ def apply_holm(results: Sequence[ClaimResult]) -> list[ClaimResult]:
         if estimate.p_difference is not None:
             estimate = replace(estimate, p_difference_holm=next(p_differences_holm))
             if result.claim.kind == "within":
-                bound = _joint_bound(estimate, result.claim.alpha / len(p_differences))
-                estimate = replace(estimate, certified_jointly=bound)
+                level = result.claim.alpha / len(p_differences)  # Bonferroni
+                estimate = replace(estimate, certified_jointly=_bound_at(estimate, level))
         if estimate.p_beyond is not None:
             estimate = replace(estimate, p_beyond_holm=next(p_beyond_holm))
         corrected_results.append(_apply_mismatch(replace(result, estimate=estimate)))
@@ -624,8 +630,8 @@ def _apply_mismatch(result: ClaimResult) -> ClaimResult:
     return replace(result, warnings=(*result.warnings, too_few))
 
 
-def _joint_bound(estimate: ClaimEstimate, alpha: float) -> float | None:
-    """Return the certified bound at a claim's share of alpha (Bonferroni); None for outcomes of 0 and 1."""
+def _bound_at(estimate: ClaimEstimate, alpha: float) -> float | None:
+    """Return the certified bound at a level; None for outcomes of 0 and 1."""
     assert estimate.mean_difference is not None and estimate.standard_error is not None
     if estimate.freedom is None:
         return None

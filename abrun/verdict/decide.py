@@ -25,12 +25,11 @@ from abrun.verdict.description import (
     count_metrics,
     describe_metrics,
     description_reasons,
+    far_apart_reason,
     no_shared_metric_reason,
 )
 from abrun.verdict.divergence import measure_divergence
 from abrun.verdict.evidence import Evidence, Kind, select_evidence
-from abrun.verdict.failure_rates import counts_failures, has_diverged
-from abrun.verdict.far_apart import far_apart_reason
 from abrun.verdict.final_weights import compare_final_weights
 from abrun.verdict.guards import (
     MetricWindow,
@@ -41,13 +40,14 @@ from abrun.verdict.guards import (
     shared_memory_metrics,
     shared_peak_counter,
 )
-from abrun.verdict.limits import judge_limit
+from abrun.verdict.limits import counts_failures, has_diverged, judge_limit
 from abrun.verdict.machines import INITIAL_WEIGHTS, code_notes, has_treated_machine
 from abrun.verdict.margins import resolve_margin
 from abrun.verdict.new_run import measure_new_run, new_run_reasons
 from abrun.verdict.outcomes import outcome_reason
 from abrun.verdict.results import ClaimResult, ErrorRates
 from abrun.verdict.sensitivity import are_identical, learning_metrics
+from abrun.verdict.spare_runs import NO_SPARE_RUNS, find_spare_runs
 from abrun.verdict.step_one import (
     RAISED_BY_ROUNDING,
     check_step_one,
@@ -176,11 +176,11 @@ def judge_claims(
                 margin = resolve_margin(claim, experiment.reference)
                 # Without a declared treatment, nothing says that the numbers have to change
                 undeclared = not find_treatment_diff(experiment, arm)
-                priors = () if experiment.regression or unit == "prompt" else experiment.compare.noise_priors
+                spare = NO_SPARE_RUNS if unit == "prompt" else find_spare_runs(experiment, arm, sides)
                 result = judge_equivalence(
                     *(arm, claim_sides, claim, margin, grid, rates),
                     may_repeat=may_repeat or undeclared,
-                    priors=priors,
+                    spare=spare,
                 )
                 if undeclared and not result.problem and are_identical(claim_sides.finished):
                     further = (warning for warning in result.warnings if warning.code != Code.BOUND_OF_ZERO)
@@ -279,7 +279,7 @@ def judge_arm(
         arm=arm,
         verdict=verdict,
         reasons=reasons,
-        not_tested=list_not_tested(experiment, sides, claims, evidence, unread_reason),
+        not_tested=list_not_tested(experiment, sides, results, claims, evidence, unread_reason),
         num_pairs=sum(pair.finished for pair in pairs[: analysis.num_pairs]),
         num_planned_pairs=len(pairs),
         num_runs=None if sides.paired else sides.finished.sizes,
@@ -488,6 +488,7 @@ def _claimed_metrics(sides: Sides, claims: Sequence[Claim]) -> set[str]:
 def list_not_tested(
     experiment: RecordedExperiment,
     sides: Sides,
+    results: Sequence[ClaimResult],
     claims: Sequence[Claim],
     evidence: Sequence[Evidence],
     step_one_unread: Reason | None,
@@ -509,7 +510,7 @@ def list_not_tested(
         reasons.append(Code.NOT_PAIRED(num_shared_seeds=len(shared) if experiment.seeds_known else 0))
     if any(run.trains_on_recording for run in runs):
         reasons.append(Code.SAMPLER_NOT_TESTED())
-    reasons += _note_unused_seeds(experiment, sides)
+    reasons += _note_unused_seeds(experiment, sides, results)
     reasons += [
         Code.ULP_RUN_NOT_FINISHED(run=str(run), why=run.failure or run.status)
         for name, run in experiment.controls.items()
@@ -566,11 +567,17 @@ def _note_unmeasured_token_error(runs: Sequence[RecordedRun]) -> Iterator[Reason
         yield Code.TOKEN_ERROR_NOT_MEASURED(metric=TOKEN_MULT_PROB_ERROR, recorded=True)
 
 
-def _note_unused_seeds(experiment: RecordedExperiment, sides: Sides) -> Iterator[Reason]:
-    """Yield the seeds of a reference that the later runs do not have."""
+def _note_unused_seeds(
+    experiment: RecordedExperiment, sides: Sides, results: Sequence[ClaimResult]
+) -> Iterator[Reason]:
+    """Yield the seeds of a reference that the later runs do not have, and no claim uses without a partner."""
     seeds = {run.name.seed for run in sides.treatments}
+    warnings = [warning for result in results for warning in result.warnings]
+    used = {
+        seed for warning in warnings if warning.code == Code.SEEDS_WITHOUT_PAIR for seed in warning["seeds"]
+    }
     if experiment.regression and sides.paired and seeds:
-        unused_seeds = sorted(experiment.arm(experiment.baseline).keys() - seeds)
+        unused_seeds = sorted(experiment.arm(experiment.baseline).keys() - seeds - used)
         if unused_seeds:
             yield Code.REFERENCE_SEEDS_UNUSED(seeds=unused_seeds)
 

@@ -48,7 +48,9 @@ def _judge_fault(experiment: RecordedExperiment, arm: str, injected: InjectedFau
     fault = LIBRARY[injected.name]
     differing = (reason for reason in judged.reasons if reason.code is Code.STEP_ONE_DIFFERS)
     shown = [reason for reason in differing if reason["metric"] == metric]
-    is_missed, num_steps = caught_by == "nothing" and judged.verdict != "INVALID", _max_num_steps(experiment)
+    runs = (*experiment.runs.values(), *experiment.controls.values())
+    num_steps = max((int(run.steps[-1]) for run in runs if len(run.steps)), default=0)
+    is_missed = caught_by == "nothing" and judged.verdict != "INVALID"
     values = {
         "fault": fault.name,
         "size": None if fault.size is None else injected.amount,
@@ -132,11 +134,6 @@ def _advise(fault: Fault, amount: float, judged: ArmVerdict, num_steps: int) -> 
         num_steps=num_steps,
         shows=fault.shows,
     )
-
-
-def _max_num_steps(experiment: RecordedExperiment) -> int:
-    steps = [run.steps for run in (*experiment.runs.values(), *experiment.controls.values())]
-    return max((int(run_steps[-1]) for run_steps in steps if len(run_steps)), default=0)
 
 
 def _first_step_above(pairs: Sequence[Pair], limit: float) -> int | None:

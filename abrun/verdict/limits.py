@@ -1,12 +1,13 @@
-"""Claims other than equivalence: limits on a level or a ratio, and bit-exactness."""
+"""Claims other than equivalence: limits on a level or a ratio, bit-exactness, and rates of divergence."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from abrun.logs.recorded.experiment import RecordedRun, Sides, stack_runs
 from abrun.messages.codes import Code, Reason
-from abrun.recipe.claims import Claim, describe_claim
+from abrun.recipe.claims import Claim, Guards, describe_claim
 from abrun.runs.metric_names import (
     DIVERGENCE_RATE,
     FINAL_WEIGHTS,
@@ -20,11 +21,17 @@ from abrun.runs.metric_names import (
 )
 from abrun.stats.equivalence import equivalence_test, limit_test
 from abrun.stats.one_sided import one_sided_pairs_needed
-from abrun.stats.rates import min_runs_of_rate
+from abrun.stats.rates import (
+    Outcomes,
+    fisher_p,
+    min_runs_of_rate,
+    rate_interval,
+    rate_p,
+    runs_to_show_rate,
+)
 from abrun.stats.series import Array, Series, Steps, clip_to_shared_steps, in_window, window_bounds
 from abrun.stats.spread import MIN_PAIRS, spread_test
 from abrun.verdict.claims import pairs_missing_reason
-from abrun.verdict.failure_rates import judge_divergence_rate
 from abrun.verdict.final_weights import measure_weight_distance
 from abrun.verdict.grids import find_grid_problems
 from abrun.verdict.guards import shared_memory_metrics, shared_peak_counter
@@ -50,6 +57,7 @@ from abrun.verdict.skewness import ARMS, HARMLESS_SHARE, VALUES, find_skew
 from abrun.verdict.summaries import find_resolution as resolution_of
 from abrun.verdict.summaries import spread_values, transform_with_gaps
 
+WATCHED = Guards().finite  # of a run that diverges
 _REDUCTIONS = {"mean": np.mean, "median": np.median, "maximum": np.max, "minimum": np.min}
 
 
@@ -62,7 +70,7 @@ def judge_limit(
     It holds if the one-sided 1 - alpha bound of the mean over seeds keeps it, and is broken if the opposite
     bound is beyond it. For a ratio, the mean is the geometric mean over pairs; for a metric on the
     scale `log_excess`, the ratio is that of the excesses over 1. Raises ComparisonError if the runs do not
-    hold the window. A rate of divergence counts runs, and has a module of its own.
+    hold the window.
     """
     finished = sides.finished
     bounds = window_bounds(claim.window, grid, claim.metric) if len(grid) else None
@@ -86,7 +94,7 @@ def judge_limit(
     ).over(finished)
     if claim.metric == DIVERGENCE_RATE:
         counting = ClaimResult(arm=arm, claim=replace(terms, steps=None).over(sides))
-        return judge_divergence_rate(counting, sides, claim)
+        return _judge_divergence_rate(counting, sides, claim)
     problem = _find_problem(claim, sides, bounds)
     if bounds and not claim.exact and len(shared := stack_runs(finished.runs, claim.metric)[0]):
         bounds = clip_to_shared_steps(claim.window, bounds, shared[in_window(shared, bounds)])
@@ -369,3 +377,52 @@ def _limit_reduction(metric: str) -> WindowReduction:
     if is_memory(metric) or (definition and definition.combined == "maximum"):
         return "maximum"
     return "minimum" if definition and definition.combined == "minimum" else default_reduction(metric)
+
+
+# --- the rate of divergence: the share of runs that failed or ended with NaN ---
+
+
+def counts_failures(claims: Sequence[Claim]) -> bool:
+    """Return whether a claim counts failed runs, so that one alone is neither invalid nor a mismatch."""
+    return any(claim.metric == DIVERGENCE_RATE for claim in claims)
+
+
+def has_diverged(run: RecordedRun) -> bool:
+    """Return whether a run failed, or loss, gradient norm or reward is not finite at its last two steps."""
+    ends = [run.series(metric).values[-2:] for metric in WATCHED]
+    return run.status == "failed" or any(len(end) and not np.isfinite(end).any() for end in ends)
+
+
+def _judge_divergence_rate(result: ClaimResult, sides: Sides, claim: Claim) -> ClaimResult:
+    """Add the exact test of a rate below a limit, or of its difference from the baseline's.
+
+    One arm: the binomial test. Two arms: the unconditional test of `abrun.stats.rates`, paired by seed unless
+    the arms are independent; of equal rates of independent arms Fisher's. Every run must have ended.
+    """
+    num_ended = sum(run.finished or run.status == "failed" for run in sides.runs)
+    if not sides.treatments:
+        return replace(result, problem=Code.NONE_FINISHED(paired=sides.paired))
+    if num_ended < len(sides.runs):
+        planned = {"usable": num_ended, "planned": len(sides.runs), "paired": False}
+        return replace(result, problem=Code.PAIRS_LACKING(**planned, equivalence=False))
+    if claim.limit is None and not sides.baselines:
+        return replace(result, problem=Code.SECOND_ARM_NEEDED())
+    baseline, treatment = (np.array([has_diverged(run) for run in runs], float) for runs in sides.arms)
+    counts = (int(baseline.sum()), len(baseline)), (int(treatment.sum()), len(treatment))
+    estimate, power, alpha = ClaimEstimate(diverged=counts), Power(), result.claim.alpha
+    if claim.limit:
+        limit, (num_diverged, num_runs) = claim.limit[0], counts[1]
+        p_holds, p_broken = rate_p(num_diverged, num_runs, limit)
+        interval = rate_interval(num_diverged, num_runs, alpha)
+        estimate = replace(estimate, limited=num_diverged / num_runs, limited_interval=interval)
+        power = Power(pairs_needed=runs_to_show_rate(num_diverged, limit, alpha))
+    else:
+        threshold = claim.declared_margin_in[0] * (1 if claim.kind == "not_worse" else -1)
+        outcomes = Outcomes.count(baseline, treatment, paired=sides.paired)
+        p_holds, p_broken = outcomes.p_below(threshold), outcomes.reversed.p_below(-threshold)
+        if threshold == 0 and not sides.paired:
+            p_holds, p_broken = fisher_p(*counts), fisher_p(*counts[::-1])
+        interval = outcomes.interval(alpha)
+        estimate = replace(estimate, mean_difference=outcomes.difference, interval=interval)
+    estimate = replace(estimate, p_equivalence=p_holds, p_beyond=p_broken)
+    return replace(result, estimate=estimate, power=power, result="holds" if p_holds < alpha else "undecided")

@@ -7,8 +7,9 @@ from typing import Any
 from abrun.messages.codes import Code, Reason
 from abrun.runs.metric_names import FINAL_WEIGHTS
 from abrun.stats.anytime import MIN_PAIRS
+from abrun.stats.equivalence import ASSUMED_PAIR_CORRELATION
 from abrun.stats.rates import fisher_p
-from abrun.verdict.claims import ASSUMED_PAIR_CORRELATION, assumed_improvement
+from abrun.verdict.claims import assumed_improvement
 from abrun.verdict.results import ClaimResult, ClaimTerms
 
 

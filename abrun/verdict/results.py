@@ -142,11 +142,12 @@ class ClaimTerms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BorrowedNoise:
-    """Noise of earlier experiments, declared before the runs, that moderates a claim's test."""
+    """Noise of earlier experiments, declared before the runs, and of reruns, which moderates a test."""
 
     sd: float  # of one pair
     dof: float  # its weight in degrees of freedom
     experiments: int
+    reruns: int = 0  # A/A reruns of this experiment
     pairs_like: float  # so many pairs alone would have as many degrees of freedom for their error
     interval_alone: tuple[float, float]  # without it
 

@@ -28,10 +28,10 @@ from abrun.runs.metric_names import (
     is_clock,
 )
 from abrun.runs.redaction import yaml_text
-from abrun.stats.series import Array, Steps, in_window, intersect_steps, window_bounds
-from abrun.verdict.failure_rates import counts_failures
+from abrun.stats.series import Array, in_window, intersect_steps, window_bounds
 from abrun.verdict.grids import find_grid_problems, find_missing_steps, find_text_values
 from abrun.verdict.guards import shared_peak_counter
+from abrun.verdict.limits import counts_failures
 from abrun.verdict.machines import (
     INITIAL_WEIGHTS,
     MACHINE_KEYS,
@@ -63,12 +63,10 @@ def invalid_reasons(
     if sides.paired:
         needed = pairs[:num_pairs]
         reruns = [run for pair in pairs for run in pair.reruns]
-        runs = (*(run for pair in pairs for run in (pair.baseline, pair.treatment)), *reruns)
+        runs = (*(run for pair in pairs for run in pair.runs), *reruns)
         baselines = tuple(run for pair in needed for run in (pair.baseline, *pair.reruns))
         treatments = tuple(pair.treatment for pair in needed)
-        finished = tuple(
-            run for pair in needed for run in (pair.baseline, pair.treatment, *pair.reruns) if run.finished
-        )
+        finished = tuple(run for pair in needed for run in (*pair.runs, *pair.reruns) if run.finished)
     return [
         *(_check_seeds(experiment, arm, is_claimed=bool(claims)) if sides.paired else ()),
         *_check_finished(baselines, treatments, paired=sides.paired, may_fail=counts_failures(claims)),
@@ -77,19 +75,13 @@ def invalid_reasons(
         *_check_rollouts(experiment, arm, sides),
         *_check_configs(experiment, arm, sides, [run for pair in pairs for run in pair.reruns]),
         *_check_environments(experiment, arm, sides),
-        *_check_recorded_steps(experiment, finished, claims),
+        # What finished runs miss at the steps that claims and guards read
+        *_check_steps(experiment, [run for run in finished if not run.thinned], claims),
+        *_check_reference_windows(experiment, finished, claims),
+        *_check_metrics(experiment, finished, claims),
+        *find_text_values(experiment, finished, claims),
         *_check_baseline_finite(experiment, [run for run in baselines if not run.name.rerun], claims),
     ]
-
-
-def _check_recorded_steps(
-    experiment: RecordedExperiment, finished: Sequence[RecordedRun], claims: Sequence[Claim]
-) -> Iterator[Reason]:
-    """Yield what finished runs miss at the steps that claims and guards read."""
-    yield from _check_steps(experiment, [run for run in finished if not run.thinned], claims)
-    yield from _check_reference_windows(experiment, finished, claims)
-    yield from _check_metrics(experiment, finished, claims)
-    yield from find_text_values(experiment, finished, claims)
 
 
 def find_treatment_diff(experiment: RecordedExperiment, arm: str) -> dict[str, list[Any]]:
@@ -182,8 +174,7 @@ def _check_identities(runs: Sequence[RecordedRun]) -> Iterator[Reason]:
 
 def _check_rollouts(experiment: RecordedExperiment, arm: str, sides: Sides) -> Iterator[Reason]:
     """Yield the pairs that trained on different recorded rollouts."""
-    pairs = experiment.pairs(arm) if sides.paired else []
-    for run, other in [(pair.baseline, pair.treatment) for pair in pairs]:
+    for run, other in [pair.runs for pair in experiment.pairs(arm)] if sides.paired else ():
         hashes = run.rollouts_sha256, other.rollouts_sha256
         replays = run.trains_on_recording or other.trains_on_recording
         if replays and run.finished and other.finished and hashes[0] != hashes[1]:
@@ -392,17 +383,20 @@ def _check_reference_windows(
     for metric, (first_step, last_step) in _claim_windows(
         experiment, claims if experiment.regression else ()
     ):
-        held_steps: dict[bool, Steps] = {}
-        for thinned in (True, False):
-            steps = union_steps(run.series(metric).steps for run in finished if run.thinned == thinned)
-            held_steps[thinned] = steps[in_window(steps, (first_step, last_step))]
-        if not np.array_equal(held_steps[True], held_steps[False]):
+        reference, later = (
+            steps[in_window(steps, (first_step, last_step))]
+            for steps in (
+                union_steps(run.series(metric).steps for run in finished if run.thinned == thinned)
+                for thinned in (True, False)
+            )
+        )
+        if not np.array_equal(reference, later):
             yield Code.REFERENCE_STEPS_DIFFER(
                 metric=metric,
                 first=first_step,
                 last=last_step,
-                num_reference=len(held_steps[True]),
-                num_later=len(held_steps[False]),
+                num_reference=len(reference),
+                num_later=len(later),
             )
 
 

@@ -1,4 +1,5 @@
-"""Content of `verdict.json`, a stable format for other programs. Its JSON schema is `verdict.schema.json`."""
+"""Content of `verdict.json`, a stable format for other programs. Its JSON schema is `verdict.schema.json`
+(written by docs/verdict_schema.py)."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,10 +36,8 @@ _KINDS: dict[str, Kind] = {
     "savings": "cost",
 }
 # Records of a ClaimResult, flattened into one row.
-_PARTS = {"claim": ClaimTerms, "estimate": ClaimEstimate, "power": Power}
+PARTS = {"claim": ClaimTerms, "estimate": ClaimEstimate, "power": Power}
 _Judged = TypeVar("_Judged", ArmVerdict, OneArm)
-# Reasons of stored files that counted how often runs had been compared.
-_REASON = "#/$defs/Reason"
 _ENVIRONMENT = ("python", "versions", "devices", "hosts", "drivers", "precision")
 
 
@@ -85,10 +84,6 @@ class VerdictFile:
         return self.verdict == "DESCRIPTION"
 
 
-def _is_without_claim(reasons: Sequence[Reason]) -> bool:
-    return any(reason.code in (Code.NO_CLAIM, Code.NOTHING_CLAIMED) for reason in reasons)
-
-
 def _describing(judged: _Judged) -> _Judged:
     """Return what was judged without a claim as a description, unless it shows more than that."""
     return replace(judged, verdict="DESCRIPTION") if judged.verdict == "INCONCLUSIVE" else judged
@@ -105,7 +100,10 @@ def build_verdict_file(
     `post_hoc` is the reason why the comparison was not declared before the runs, or None. `one_arm`:
     without a treatment, the description of the baseline.
     """
-    arms = [_describing(arm) if _is_without_claim(arm.reasons) else arm for arm in arms]
+    unclaimed = (Code.NO_CLAIM, Code.NOTHING_CLAIMED)
+    arms = [
+        _describing(arm) if any(reason.code in unclaimed for reason in arm.reasons) else arm for arm in arms
+    ]
     one_arm = _describing(one_arm) if one_arm and not experiment.compare.claims else one_arm
     judged = [*arms, *([one_arm] if one_arm else [])]
     claims = [claim for section in judged for claim in section.claims]
@@ -206,7 +204,7 @@ def values_of(content: VerdictFile, *codes: Code) -> list[Mapping[str, Any]]:
 
 def flatten_claim(result: dict[str, Any]) -> dict[str, Any]:
     """Return a claim's records as one row, with its warnings as one text."""
-    fields = {key: value for record_name in _PARTS for key, value in result.pop(record_name).items()}
+    fields = {key: value for record_name in PARTS for key, value in result.pop(record_name).items()}
     if fields["noise"] is None:
         del fields["noise"]
     warning = "; ".join(result.pop("warnings")) or None
@@ -221,7 +219,7 @@ def _unflatten_claim(row: dict[str, Any]) -> dict[str, Any]:
     remaining.pop("warning", None)
     records_by_name = {
         record_name: {name: remaining.pop(name) for name in record.__dataclass_fields__ if name in remaining}
-        for record_name, record in _PARTS.items()
+        for record_name, record in PARTS.items()
     }
     return remaining | records_by_name
 
@@ -281,61 +279,6 @@ def _upgrade(content: dict[str, Any]) -> dict[str, Any]:
         arms = {arm: {**section, "verdict": "DESCRIPTION"} for arm, section in content["arms"].items()}
         content |= {"verdict": "DESCRIPTION", "arms": arms}
     return content
-
-
-def json_schema() -> dict[str, Any]:
-    """Return the JSON schema of `verdict.json`; `verdict.schema.json` in this package is a copy."""
-    from pydantic import TypeAdapter
-
-    schema = _add_code_fields(TypeAdapter(VerdictFile).json_schema(mode="serialization"))
-    schema = _replace(schema, "type", "number", {"$ref": "#/$defs/Number"})  # JSON has no NaN and Inf
-    _flatten_claim_schema(schema["$defs"])
-    schema["$defs"]["Number"] = {"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "abrun verdict"}
-
-
-def _flatten_claim_schema(definitions: dict[str, Any]) -> None:
-    """Change the schema of a claim's result to that of its row."""
-    result = definitions["ClaimResult"]
-    for record_name, record in _PARTS.items():
-        properties = definitions.pop(record.__name__)
-        del result["properties"][record_name]
-        result["properties"] |= properties["properties"]
-        result["required"] = [*result["required"], *properties.get("required", ())]
-    del result["properties"]["warnings"]
-    result["properties"]["warning"] = {"anyOf": [{"type": "string"}, {"type": "null"}]}
-    result["required"].remove("claim")
-
-
-def _add_code_fields(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of `records.as_json`: a sentence for each reason, with its code next to it."""
-    for record in (schema, *schema.get("$defs", {}).values()):
-        properties = record.get("properties", {})
-        for name, content in list(properties.items()):
-            if _REASON in repr(content):
-                is_list = content.get("type") == "array"
-                codes_field = records.codes_key(name, list[Reason] if is_list else Reason)
-                properties |= {
-                    name: _replace(content, "$ref", _REASON, {"type": "string"}),
-                    codes_field: content,
-                }
-                if name in record.get("required", ()):
-                    record["required"].append(codes_field)
-    if "Code" in schema.get("$defs", {}):
-        schema["$defs"]["Code"] = {"type": "string", "description": "one of docs/reference/codes.md"}
-        schema["$defs"]["Reason"]["required"] = ["code", "values"]
-    return schema
-
-
-def _replace(schema: Any, key: str, value: str, new: dict[str, str]) -> Any:
-    """Return the schema with `new` in place of every part whose `key` is `value`."""
-    if isinstance(schema, list):
-        return [_replace(entry, key, value, new) for entry in schema]
-    if not isinstance(schema, dict):
-        return schema
-    if schema.get(key) == value:
-        return dict(new)
-    return {name: _replace(entry, key, value, new) for name, entry in schema.items()}
 
 
 def _group_environments(experiment: RecordedExperiment) -> list[RunEnvironment]:

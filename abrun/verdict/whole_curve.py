@@ -102,11 +102,6 @@ def _blocks(num_steps: int) -> list[NDArray[np.intp]]:
     return np.array_split(np.arange(num_steps), NUM_BLOCKS)
 
 
-def _block_levels(values: Array, metric: str) -> Array:
-    """Return summaries [R, B] of curves [R, S]."""
-    return np.stack([reduce_window(values[:, block], metric) for block in _blocks(values.shape[1])], axis=1)
-
-
 def _find_collapse(
     arm: str,
     steps: Steps,
@@ -127,7 +122,8 @@ def _find_collapse(
     late = np.flatnonzero(steps[:num_steps] >= max(bounds[0], steps[3 * num_steps // 4]))
     if num_steps < 2 * NUM_BLOCKS or not len(late):
         return
-    levels = _block_levels(scaled[:, :num_steps], metric)
+    blocks = _blocks(num_steps)
+    levels = np.stack([reduce_window(scaled[:, block], metric) for block in blocks], axis=1)  # [R, B]
     sign, tests = direction or 1, NUM_BLOCKS
     if direction is None:
         moved = levels.mean(axis=0) - levels[:, 0].mean()
@@ -140,7 +136,7 @@ def _find_collapse(
     ]
     if better_blocks:
         best = max(better_blocks, key=lambda block: float(losses[:, block].mean()))
-        best_steps = _blocks(num_steps)[best]
+        best_steps = blocks[best]
         level, highest = (float(values[:, columns].mean()) for columns in (late, best_steps))
         yield Code.COLLAPSED(
             arm=arm, level=level, best=highest, steps=[steps[best_steps[0]], steps[best_steps[-1]]]

@@ -24,7 +24,6 @@ from abrun.report import comparing
 from abrun.report.present.figures import FIGURE_FORMATS
 from abrun.report.write import FORMATS, PAGE
 from abrun.runs import redaction
-from abrun.verdict.verdict_file import json_schema
 from tests.golden.case import Build
 from tests.golden.normal import Normaliser, figures, json_text
 
@@ -45,7 +44,7 @@ VARIABLES = {
     "TRITON_INTERPRET": "1",
 }
 REPORTS = ("verdict.json", "report.md", "report.html", "sensitivity.md")
-VERDICT_SCHEMA = Draft202012Validator(json_schema())
+VERDICT_SCHEMA = Draft202012Validator(json.loads((ROOT / "abrun/verdict/verdict.schema.json").read_text()))
 PAGE_CODE = "page-code.txt"  # the hash of what all pages share
 _BLOCK = re.compile(r'<script type="application/json" id="([^"]+)">(.*?)</script>', re.S)
 _TITLE = re.compile(r"(?<=<title>).*?(?=</title>)", re.S)

@@ -14,12 +14,12 @@ from abrun.cli import app
 from abrun.experiment.power import ClaimPower, Spread, assumed_spread, plan_claim_power
 from abrun.logs.recorded.stored import load_experiment
 from abrun.recipe.claims import Claim, Compare, NoisePrior
+from abrun.report.designs import PricedDesign, measure_pair_hours, price_designs
 from abrun.report.planning import PowerPlan, measure_spread
-from abrun.report.windows import PricedWindow, measure_pair_hours, price_windows
 from abrun.stats.equivalence import equivalence_test
 from abrun.stats.power import pairs_needed, power_at, sd_of_difference, welch_dof_per_run
 from abrun.stats.sigma_margin import sigma_lower_bound
-from tests.verdict.simulate import RECIPE
+from tests.verdict.simulate import RECIPE, write_experiment
 
 
 def shown(report) -> str:
@@ -64,11 +64,11 @@ def test_windows_are_priced_and_only_flat_ones_are_proposed(simulated):
     unrecorded = {name: replace(run, span_s=None) for name, run in runs.items()}
     assert np.isnan(measure_pair_hours(replace(experiment, runs=unrecorded)))
 
-    def windows(margin: float, **options) -> dict[str, PricedWindow]:
+    def windows(margin: float, **options) -> dict[str, PricedDesign]:
         plan = PowerPlan(
             "next", Compare(claims=[reward_margin(margin=margin)]), 4, earlier=experiment, **options
         )
-        return {priced.window: priced for priced in plan.windows(plan.claims[0])}
+        return {priced.window: priced for priced in plan.priced(plan.claims[0])}
 
     rising, wide = windows(1e-3), windows(9.0, hours=3.0)  # the curve climbs: flat beside a wide margin alone
     assert [*rising] and not any(priced.is_flat for priced in rising.values())
@@ -81,15 +81,41 @@ def test_windows_are_priced_and_only_flat_ones_are_proposed(simulated):
     assert f"Cheapest that decides: window: {next(iter(wide))}" in shown(wide_plan.render())
 
 
+def test_settings_that_were_measured_are_priced_by_their_hours(tmp_path):
+    free, recorded = (
+        load_experiment(write_experiment(tmp_path / name, noise=noise, seeds=[0, 1, 2, 3]))
+        for name, noise in (("free", 0.02), ("recorded", 0.004))
+    )
+    slow = {name: replace(run, span_s=(0.0, 36_000.0)) for name, run in recorded.runs.items()}
+    fast = {name: replace(run, span_s=(0.0, 3_600.0)) for name, run in free.runs.items()}
+    claim = reward_margin(margin=0.05, window="steps 30-40")
+    plan = PowerPlan(
+        "next",
+        Compare(claims=[claim], interim=[4, 8]),
+        8,
+        earlier=replace(free, runs=fast),
+        variants=[replace(recorded, runs=slow)],
+    )
+    rows = {(row.experiment, row.window): row for row in plan.priced(plan.claims[0])}
+    dear, cheap = rows["recorded", claim.window], rows["free", claim.window]
+    assert dear.pairs_needed and cheap.pairs_needed and dear.pairs_needed < cheap.pairs_needed
+    assert (cheap.hours, dear.hours) == (2 * cheap.pairs_needed, 20 * dear.pairs_needed)
+    assert plan.priced(plan.claims[0])[0].experiment == "free"
+    assert replace(plan, hours=1.0).priced(plan.claims[0])[0].experiment == "recorded"
+    text = shown(plan.render())
+    assert re.search(r"Cheapest that decides: window: .*, trained as free", text)
+    assert plan.designs and f"{2 * plan.designs.pairs_if_equal:.3g}" in text and "GPU hours if equal" in text
+
+
 def test_of_windows_that_cost_the_same_the_declared_one_is_first(simulated):
     earlier, claim = load_experiment(simulated()), reward_margin(window="last 30%")
     power = plan_claim_power(claim, Compare(claims=[claim]), Spread(sigma=1, correlation=0, sd_difference=1))
     sds = iter([3.0, 2.0, 1.0, 0.5])  # the declared window is asked for first
 
-    def plan(_: Claim) -> tuple[Spread, ClaimPower | None]:
+    def plan(_: object, __: Claim) -> tuple[Spread, ClaimPower | None]:
         return Spread(sigma=1.0, correlation=0.0, sd_difference=next(sds)), power
 
-    first, *others = price_windows(earlier, claim, plan, 1e9, 1.0)
+    first, *others = price_designs([earlier], claim, plan, 1e9, 1.0)
     assert first.window == "last 30%" and {row.pairs_needed for row in others} == {first.pairs_needed}
 
 

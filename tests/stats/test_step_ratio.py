@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from abrun.stats.step_ratio import is_factor, ratio_at_each_step
+from abrun.stats.curves import is_factor, ratio_at_each_step
 
 STEPS = np.arange(60)
 

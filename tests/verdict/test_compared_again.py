@@ -12,10 +12,13 @@ import pytest
 from abrun.errors import ComparisonError
 from abrun.logs.recorded.claim_tests import MAX_TESTS, find_earlier_claim_tests
 from abrun.logs.recorded.sources import ReadingOptions, open_sources
+from abrun.messages.codes import Code
 from abrun.recipe.claims import parse_claim
 from abrun.report.comparing import Comparison, compare_sources, freeze_arm
 from abrun.stats.sequential import interim_level
+from abrun.verdict.results import ClaimEstimate
 from tests.bench.bench_readings import repeated, windows_tried
+from tests.reasons import refused
 from tests.snapshot import Snapshot
 
 STEPS = 60
@@ -91,6 +94,50 @@ def test_other_seeds_of_a_reference_are_judged_alone(here: Path) -> None:
     (step,) = found.next_steps
     assert step.text.startswith("Train the remaining seeds of the reference (3, 4, 5, 6, 7), then ")
     assert step.command.endswith(" --seeds 3,4,5,6,7")
+
+
+# --- the noise of earlier logs ---
+
+
+def test_logs_of_one_training_inform_each_other_and_never_themselves(here: Path) -> None:
+    history = here / "noise.jsonl"
+
+    def with_noise(*seeds: int, folder: str) -> tuple[ClaimEstimate, Comparison]:
+        write_runs(here / folder, range(seeds[0], seeds[-1] + 1), noise=0.01)
+        found = compare_sources(
+            (f"{folder}/old", f"{folder}/new"),
+            ReadingOptions(),
+            claims=[parse_claim(CLAIM)],
+            noise=history,
+            output=here / f"{folder}-report",
+            formats=("json",),
+        )
+        assert all(note.code is not Code.NOISE_NOT_WRITTEN for note in found.content.notes)
+        return found.content.claims[0].estimate, found
+
+    assert with_noise(0, 1, 2, folder="first")[0].noise is None
+    before = history.read_text()
+    assert with_noise(0, 1, 2, folder="first")[0].noise is None  # the same numbers, also by another name
+    assert with_noise(0, 1, 2, folder="copied")[0].noise is None
+    assert with_noise(0, 1, 2, 3, folder="copied")[0].noise is None  # nor with a pair more
+    estimate, found = with_noise(5, 6, 7, folder="later")
+    assert len(before.splitlines()) == 1 < len(history.read_text().splitlines())
+    assert estimate.noise and estimate.noise.experiments == 1
+    assert estimate.interval != estimate.noise.interval_alone
+    assert "noise from 1 earlier experiment" in found.as_json()["claims"][0]["warning"]
+    assert history.read_text().startswith(before)
+
+
+def test_a_history_of_logs_is_refused_where_it_says_nothing(simulated) -> None:
+    history = Path("noise.jsonl")
+    with refused("whose launch declared its history"):
+        compare_sources((str(simulated()),), ReadingOptions(), noise=history)
+    write_runs(Path("r"), range(3))
+    with refused("without a claim to test"):
+        compare_sources(("r/old", "r/new"), ReadingOptions(), noise=history)
+    history.write_text("{torn\n")
+    with refused("noise.jsonl"):
+        compare_sources(("r/old", "r/new"), ReadingOptions(), claims=[parse_claim(CLAIM)], noise=history)
 
 
 # --- declared looks ---

@@ -3,6 +3,7 @@
 import json
 import re
 
+import jsonschema
 import numpy as np
 import pytest
 
@@ -16,9 +17,9 @@ from abrun.report.comparing import compare_sources
 from abrun.report.injected import sensitivity_columns, write_sensitivity
 from abrun.verdict.guards import pair_with_all_baselines
 from abrun.verdict.injected import measure_sensitivity
-from abrun.verdict.verdict_file import json_schema
 from tests.reasons import only
 from tests.verdict.simulate import edit, edit_rows
+from tests.verdict.test_verdict_file import SCHEMA
 
 STEPS = np.arange(1, 41)
 
@@ -64,10 +65,8 @@ def test_equal_arms_match_by_welch_and_it_is_said(tmp_path, compared, margin):
     assert reason["over"]["welch"]
     assert found.content.paired is False and found.content.select("step one") == []
     assert (tmp_path / "out/report.md").read_text().startswith("# MATCH (post hoc, unpaired): old-vs-new")
-    import jsonschema
-
     content = json.loads((tmp_path / "out/verdict.json").read_text())
-    jsonschema.Draft202012Validator(json_schema()).validate(content)
+    jsonschema.Draft202012Validator(SCHEMA).validate(content)
 
 
 def test_arms_without_a_common_seed_have_no_first_step_to_compare(tmp_path, compared):

@@ -1,29 +1,28 @@
 """verdict.json keeps the contract that its published schema states."""
 
 import json
+import runpy
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jsonschema
 import pytest
 
-import abrun.verdict
 from abrun.errors import StoreError
 from abrun.messages import records, sentence
 from abrun.messages.codes import Code, Reason
 from abrun.runs.files import json_text
 from abrun.verdict.evidence import Kind
-from abrun.verdict.verdict_file import as_json, json_schema, read_verdict_file
+from abrun.verdict.verdict_file import as_json, read_verdict_file
 from tests.verdict.simulate import edit_rows
 from tests.verdict.verdicts import claim, verdict
 
-SCHEMA = Path(abrun.verdict.__file__).parent / "verdict.schema.json"
-WRITE = "python -c 'import json; from abrun.verdict.verdict_file import json_schema; "
-WRITE += f"print(json.dumps(json_schema(), indent=1))' > abrun/verdict/{SCHEMA.name}"
+WRITER = runpy.run_path(str(Path(__file__).parents[2] / "docs/verdict_schema.py"))
+SCHEMA = json.loads(WRITER["SCHEMA"].read_text())
 
 
 def test_the_published_schema_is_that_of_the_code():
-    assert json.loads(SCHEMA.read_text()) == json_schema(), f"write it again: {WRITE}"
+    assert WRITER["json_schema"]() == SCHEMA, "write it again: python docs/verdict_schema.py"
 
 
 def nan(experiment_dir):
@@ -52,7 +51,7 @@ def test_every_verdict_fits_it(simulated, judged, scenario, change):
     judged(experiment_dir)
     path = experiment_dir / "report/verdict.json"
     content = json.loads(path.read_text())
-    jsonschema.Draft202012Validator(json_schema()).validate(content)
+    jsonschema.Draft202012Validator(SCHEMA).validate(content)
     assert json.loads(json_text(as_json(read_verdict_file(path)))) == content
 
 

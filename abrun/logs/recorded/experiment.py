@@ -264,7 +264,7 @@ class RecordedExperiment:
         if not self.compare.paired:
             return []
         baselines, treatments = self.arm(self.baseline), self.arm(arm)
-        reruns = [run for run in self.runs.values() if run.name.rerun]
+        reruns = [run for name, run in self.runs.items() if name.rerun and name.arm == self.baseline]
         moved = [run for name, run in self.controls.items() if self.injected[name.arm].name == ONE_ULP]
         return [
             Pair(
