@@ -1,26 +1,23 @@
-"""The audit of a dump: each quantity against its formula, then the variant that explains the first difference."""
+"""The audit of a dump: each quantity against its formula, then the variant that explains a difference."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import combinations, islice
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from abrun.errors import StoreError
-from abrun.tools.audit.bounds import PRECISIONS, Bounded
-from abrun.tools.audit.formulas import METRICS, QUANTITIES, Formulas, Lacking
-from abrun.tools.audit.reading import Dump
+from abrun.tools.audit.bounds import SINGLE
+from abrun.tools.audit.formulas import METRICS, QUANTITIES, Formulas, Lacking, metric
+from abrun.tools.audit.reading import SHAPES, Dump
 from abrun.tools.audit.variants import Variant, variants
 
-# Quantities whose value matters at counted tokens alone
-PER_TOKEN = frozenset(
-    ("trainer_logprobs", "old_logprobs", "advantages", "ratio", "clipped", "kl")
-    + ("importance_weights", "token_losses")
-)
+# Quantities that matter at masked tokens, too
+EVERYWHERE = ("token_mask", "token_weights", "logprob_gradients")
 NAMES = {"token_weights": "normaliser", "clipped": "clip", "token_mask": "mask"}  # in sentences
-MAX_PAIRS = 4_000  # pairs of variants that are tried if no single one fits
-FIRST, SECOND = 0, 1
+MAX_PAIRS = 3_000  # pairs of variants that are tried if no single one fits
+MAX_FITS = 4  # that are named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,65 +26,51 @@ class Check:
 
     name: str
     agrees: bool
-    # At the element that is furthest outside of its bounds, or else of its middle
+    num_different: int
+    # Of the element that is furthest outside of its bounds, or nearest to them
+    place: tuple[int, ...]
     recorded: float
     recomputed: float
     bound: float
-    place: tuple[int, ...]
-    num_different: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audit:
     """What an audit found."""
 
-    checks: tuple[Check, ...]
-    not_checked: dict[str, str]  # name -> why
     first: str | None  # the first quantity that differs; None: all agree
     seen_in: str | None  # the dump's own quantity that shows it
     fits: tuple[str, ...]  # what explains it, the best first
+    checks: tuple[Check, ...]
+    not_checked: dict[str, str]  # name -> why
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "agrees": self.first is None,
-            "first": self.first,
-            "seen_in": self.seen_in,
-            "fits": list(self.fits),
-            "checks": [
-                {field: getattr(check, field) for field in Check.__dataclass_fields__}
-                for check in self.checks
-            ],
-            "not_checked": self.not_checked,
-        }
+        return {"agrees": self.first is None} | asdict(self)
 
 
 def audit(dump: Dump) -> Audit:
     """Check every quantity that the dump has. Raises StoreError if it has none to check."""
-    formulas = Formulas(dump)
-    checks, not_checked = [], dict.fromkeys(dump.unknown, "no tensor of the format")
+    checks, not_checked = [], dict.fromkeys(dump.unknown, "no tensor of this format")
     for name in _recorded(dump):
         try:
-            checks.append(check_quantity(formulas, name))
+            checks.append(check_quantity(Formulas(dump), name))
         except Lacking as error:
             not_checked[name] = str(error)
-    for name in QUANTITIES:
-        if name not in dump.tensors:
-            not_checked[name] = "not in the dump"
-    not_checked |= {f"metrics/{name}": "unknown" for name in dump.metrics if name not in METRICS}
+    not_checked |= {name: "not in the dump" for name in QUANTITIES if name not in dump.tensors}
+    not_checked |= {f"metrics/{name}": "unknown name" for name in dump.metrics if name not in METRICS}
     if not checks:
         reasons = "; ".join(f"{name}: {why}" for name, why in not_checked.items())
-        raise StoreError(f"the dump has nothing to check ({reasons:.200}); dump loss and advantages too")
+        raise StoreError(f"the dump has nothing to check ({reasons:.200}); dump loss and advantages, too")
+
     seen = next((check.name for check in checks if not check.agrees), None)
-    if seen is None:
-        return Audit(checks=tuple(checks), not_checked=not_checked, first=None, seen_in=None, fits=())
-    explained = explain(dump, seen, [check.name for check in checks])
+    explained = explain(dump, seen, [check.name for check in checks]) if seen else []
     first = explained[0].quantity if explained else seen
     return Audit(
+        first=NAMES.get(first, first) if first else None,
+        seen_in=seen,
+        fits=tuple(variant.says for variant in explained[:MAX_FITS]),
         checks=tuple(checks),
         not_checked=not_checked,
-        first=NAMES.get(first, first),
-        seen_in=seen,
-        fits=tuple(variant.says for variant in explained),
     )
 
 
@@ -98,68 +81,52 @@ def _recorded(dump: Dump) -> Iterator[str]:
 
 def check_quantity(formulas: Formulas, name: str) -> Check:
     """Compare a quantity of the dump with its formula. Raises Lacking if it cannot be recomputed."""
-    dump = formulas.dump
-    if name.startswith("metrics/"):
-        key = name.removeprefix("metrics/")
-        expected, recorded, stored = METRICS[key](formulas), dump.metrics[key], PRECISIONS["float32"]
+    dump, key = formulas.dump, name.removeprefix("metrics/")
+    if key != name:
+        expected, recorded, stored = metric(formulas, key), np.asarray(dump.metrics[key]), SINGLE
     else:
         expected, recorded, stored = formulas.expected(name), dump.tensors[name], dump.stored[name]
-    values, low, high = np.broadcast_arrays(recorded, expected.low, expected.high)
-    agrees = np.atleast_1d(Bounded(low, high, expected.precision).contains(values, stored))
-    counted = np.ones_like(agrees)
-    if name in PER_TOKEN and values.shape == counted_tokens(dump).shape:
-        counted = counted_tokens(dump)
-    differs = ~agrees & counted
+    rounded = expected.rounded(stored)
+    values, low, high = (np.atleast_1d(of) for of in np.broadcast_arrays(recorded, rounded.low, rounded.high))
+    counts = np.ones_like(values, bool)
+    if SHAPES.get(name) == "BT" and name not in EVERYWHERE:
+        counts = np.broadcast_to(Formulas(dump).mask, values.shape) if values.shape[1] > 1 else counts
     with np.errstate(invalid="ignore"):
-        distance = np.abs(values - (low + high) / 2) - (high - low) / 2
-    distance = np.atleast_1d(np.where(np.isnan(distance), np.inf, distance))
-    place = np.unravel_index(
-        np.argmax(np.where(differs if differs.any() else counted, distance, -np.inf)), agrees.shape
-    )
-    at = place if np.ndim(values) else ()
+        # negative inside of the bounds; a NaN is outside of any
+        outside = np.nan_to_num(np.maximum(low - values, values - high), nan=np.inf, neginf=-1e300)
+    differs = (outside > 0) & counts
+    worst = np.unravel_index(np.argmax(np.where(counts, outside, -np.inf)), values.shape)
     return Check(
         name=name,
         agrees=not differs.any(),
-        recorded=float(values[at]),
-        recomputed=float((low[at] + high[at]) / 2),
-        bound=float((high[at] - low[at]) / 2),
-        place=tuple(int(index) for index in at),
         num_different=int(differs.sum()),
+        place=tuple(int(index) for index in worst) if recorded.ndim else (),
+        recorded=float(values[worst]),
+        recomputed=float(low[worst] / 2 + high[worst] / 2),
+        bound=float(high[worst] / 2 - low[worst] / 2),
     )
-
-
-def counted_tokens(dump: Dump) -> NDArray[np.bool_]:
-    return Formulas(dump).mask
 
 
 def explain(dump: Dump, seen: str, names: list[str]) -> list[Variant]:
-    """Return the variants under which a quantity fits, those that most later quantities fit too first."""
-    known = [variant for variant in variants(dump.settings) if _can_matter(variant, dump)]
+    """Return the variants under which a quantity fits, first those that most others then fit under, too."""
+    known = [*variants(dump.settings)]
+    pairs = (a | b for a, b in combinations(known, 2) if a.quantity != b.quantity)
     fitting = [variant for variant in known if _fits(dump, variant, seen)]
-    if not fitting:
-        fitting = [pair for pair in _pairs(known) if _fits(dump, pair, seen)][:3]
-    after = names[min(names.index(name) for name in (seen, "loss") if name in names) :]
-    return sorted(fitting, key=lambda variant: -sum(_fits(dump, variant, name) for name in after))
-
-
-def _can_matter(variant: Variant, dump: Dump) -> bool:
-    return not variant.settings.keys() or any(
-        getattr(dump.settings, key) != value for key, value in variant.settings.items()
+    fitting = fitting or [pair for pair in islice(pairs, MAX_PAIRS) if _fits(dump, pair, seen)]
+    later = names[min(names.index(name) for name in (seen, "loss") if name in names) :]
+    order = [*QUANTITIES]
+    return sorted(
+        fitting,
+        key=lambda variant: (
+            -sum(_fits(dump, variant, name) for name in later),
+            order.index(variant.quantity),
+        ),
     )
 
 
-def _pairs(known: list[Variant]) -> Iterator[Variant]:
-    count = 0
-    for index, first in enumerate(known):
-        for second in known[index + 1 :]:
-            if first.quantity != second.quantity and count < MAX_PAIRS:
-                count += 1
-                yield first | second
-
-
 def _fits(dump: Dump, variant: Variant, name: str) -> bool:
-    formulas = Formulas(dump, dump.settings.changed(**variant.settings), variant.quirks)
+    formulas = Formulas(dump, dump.settings.model_copy(update=dict(variant.settings)), variant.quirks)
     try:
         return check_quantity(formulas, name).agrees
-    except (Lacking, ZeroDivisionError):
+    except Lacking:
         return False

@@ -10,6 +10,7 @@ the float64 arithmetic of the audit itself.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -57,18 +58,8 @@ class Bounded:
         array = np.asarray(values, np.float64)
         return cls(array, array, precision)
 
-    @property
-    def middle(self) -> Array:
-        return (self.low + self.high) / 2
-
-    @property
-    def radius(self) -> Array:
-        return (self.high - self.low) / 2
-
-    def contains(self, values: Array, stored: Precision) -> NDArray[np.bool_]:
-        """Return whether stored values can be roundings of elements."""
-        rounded = self.rounded(stored)
-        return (rounded.low <= values) & (values <= rounded.high)
+    def __getitem__(self, index: Any) -> "Bounded":
+        return Bounded(self.low[index], self.high[index], self.precision)
 
     def rounded(self, precision: Precision, ulps: float = 1.0, scale: Array | float = 0.0) -> "Bounded":
         """Widen by a rounding to `precision` of a result that is as large as itself, or as `scale`."""

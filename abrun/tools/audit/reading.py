@@ -67,6 +67,8 @@ def read_dump(path: Path, algorithm: str | None = None) -> Dump:
 
     Raises StoreError for anything that is not a sound dump.
     """
+    if algorithm is not None and algorithm not in ALGORITHMS:
+        raise StoreError(f"--as: got {algorithm!r}; allowed: {', '.join(ALGORITHMS)}")
     header, arrays = _read_file(path)
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         got = header.get("format") if isinstance(header, dict) else header

@@ -34,7 +34,7 @@ class Settings(BaseModel):
     estimator: Literal["group", "gae"] = "group"
     group_size: Annotated[int, Field(ge=1)] | None = None  # None: every group of the dump is complete
     baseline: Literal["group_mean", "leave_one_out", "batch_mean", "none"] = "group_mean"
-    advantage_std: Literal["group", "leave_one_out", "batch", "none"] = "group"
+    advantage_std: Literal["group", "leave_one_out", "batch", "tokens", "none"] = "group"
     std_epsilon: AtLeastZero = 1e-6
     std_ddof: Literal[0, 1] = 1
     gamma: AtLeastZero = 1.0
@@ -75,9 +75,6 @@ class Settings(BaseModel):
 
     compute_dtype: Literal["float64", "float32", "float16", "bfloat16"] | None = None  # None: the tensors'
 
-    def changed(self, **changes: Any) -> "Settings":
-        return self.model_copy(update=changes)
-
 
 GRPO = {
     "policy_loss": "clipped",
@@ -87,7 +84,6 @@ GRPO = {
     "advantage_std": "group",
     "aggregation": "sequence_mean",
 }
-NO_CLIP = {"clip_low": None, "clip_high": None}
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": GRPO,
     "dr_grpo": GRPO | {"advantage_std": "none", "aggregation": "sequence_sum_constant"},

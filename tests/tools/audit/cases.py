@@ -210,7 +210,7 @@ FAULTS: dict[str, Case] = {
         algorithm="grpo",
         settings=NEMO | {"aggregation": "token_mean"},
         first="baseline",
-        says="(RLOO)",
+        says="baseline is leave_one_out; the settings say group_mean",
         change=None,
     ),
     # a standard deviation over the batch, not the group
@@ -237,7 +237,7 @@ FAULTS: dict[str, Case] = {
         algorithm="dapo",
         settings=TRL,
         first="ratio",
-        says="ratio 1",
+        says="ratio is on_policy",
         faults=lambda batch: {"old": batch.trainer_logprobs.detach()},
     ),
     # prime-rl #697: a temperature applied to finished log-probs
