@@ -82,18 +82,17 @@ class Bounded:
         return self + -self._operand(other)
 
     def __mul__(self, other: "Bounded | ArrayLike") -> "Bounded":
-        other = self._operand(other)
-        corners = [a * b for a in (self.low, self.high) for b in (other.low, other.high)]
-        precision = wider(self.precision, other.precision)
-        return Bounded(_least(corners), _most(corners), precision).rounded(precision)
+        return self._between_corners(self._operand(other), np.multiply)
 
     def __truediv__(self, other: "Bounded | ArrayLike") -> "Bounded":
-        """Divide by a positive number."""
-        other = self._operand(other)
+        """Divide by positive numbers."""
+        return self._between_corners(self._operand(other), np.divide)
+
+    def _between_corners(self, other: "Bounded", operation: Callable[[Array, Array], Array]) -> "Bounded":
         with np.errstate(divide="ignore", invalid="ignore"):
-            corners = [a / b for a in (self.low, self.high) for b in (other.low, other.high)]
+            corners = [operation(a, b) for a in (self.low, self.high) for b in (other.low, other.high)]
         precision = wider(self.precision, other.precision)
-        return Bounded(_least(corners), _most(corners), precision).rounded(precision)
+        return Bounded(np.min(corners, axis=0), np.max(corners, axis=0), precision).rounded(precision)
 
     def increasing(self, function: Callable[[Array], Array], ulps: float = FUNCTION_ULPS) -> "Bounded":
         with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
@@ -175,11 +174,3 @@ class Trilean:
 
     def as_number(self) -> Bounded:
         return Bounded(self.surely.astype(np.float64), self.possibly.astype(np.float64), SINGLE)
-
-
-def _least(corners: list[Array]) -> Array:
-    return np.minimum.reduce(np.broadcast_arrays(*corners))
-
-
-def _most(corners: list[Array]) -> Array:
-    return np.maximum.reduce(np.broadcast_arrays(*corners))

@@ -69,19 +69,19 @@ class Formulas:
 
     def misread(self, mask: Flags) -> Flags:
         """Return the mask that a known fault makes of a right one."""
-        if self.has("mask_with_prompt"):
-            return self.flags("attention_mask")
-        if self.has("mask_everywhere"):
-            return np.ones_like(mask)
-        if self.has("mask_inverted"):
-            return self.flags("attention_mask") & ~mask
-        if self.has("mask_later") or self.has("mask_earlier"):
-            mask = np.roll(mask, 1 if self.has("mask_later") else -1, axis=1)
-            mask[:, 0 if self.has("mask_later") else -1] = False
-        elif self.has("mask_without_last"):
-            last = mask.shape[1] - 1 - mask[:, ::-1].argmax(axis=1)
-            mask = mask & (np.arange(mask.shape[1]) != last[:, None])
+        for quirk in self.quirks & MISREADINGS.keys():
+            mask = MISREADINGS[quirk](self, mask)
         return mask
+
+
+MISREADINGS: dict[str, Callable[[Formulas, Flags], Flags]] = {
+    "mask_with_prompt": lambda step, mask: step.flags("attention_mask"),
+    "mask_everywhere": lambda step, mask: np.ones_like(mask),
+    "mask_inverted": lambda step, mask: step.flags("attention_mask") & ~mask,
+    "mask_later": lambda step, mask: np.pad(mask, ((0, 0), (1, 0)))[:, :-1],
+    "mask_earlier": lambda step, mask: np.pad(mask, ((0, 0), (0, 1)))[:, 1:],
+    "mask_without_last": lambda step, mask: mask & (mask.cumsum(axis=1) < mask.sum(axis=1, keepdims=True)),
+}
 
 
 # Mask, rewards, and the log-probs of tokens whose logits the dump has
@@ -189,8 +189,6 @@ def _spread(step: Formulas) -> tuple[Bounded, Flags]:
 
 def advantages(step: Formulas) -> Bounded:  # [B, 1] or [B, T]
     settings = step.settings
-    if settings.policy_loss in ("sft", "dpo"):
-        raise Lacking(f"{settings.policy_loss} has none")
     if settings.estimator == "gae":
         return _generalized_advantages(step)
     advantage = step.value("rewards") - step.value("baseline")
@@ -247,8 +245,6 @@ def _old(step: Formulas) -> Bounded:
 
 def ratio(step: Formulas) -> Bounded:  # [B, T] or [B, 1]
     settings = step.settings
-    if settings.policy_loss in ("reinforce", "sft", "dpo"):
-        raise Lacking(f"{settings.policy_loss} has none")
     if settings.ratio == "on_policy":
         return Bounded.exact(np.ones(step.mask.shape), step.tensor("trainer_logprobs").precision)
     log_ratio = (step.tensor("trainer_logprobs") - _old(step)).where(step.mask)
@@ -266,8 +262,6 @@ def _bounds(step: Formulas) -> tuple[float, float]:
 
 
 def _is_clipped(step: Formulas) -> Trilean:
-    if step.settings.policy_loss != "clipped":
-        raise Lacking(f"{step.settings.policy_loss} has none")
     rho, advantage, (low, high) = step.value("ratio"), step.value("advantages"), _bounds(step)
     is_clipped = ((advantage > 0.0) & (rho > high)) | ((advantage < 0.0) & (rho < low))
     if step.settings.dual_clip is None:
@@ -287,16 +281,9 @@ def _reference_gap(step: Formulas) -> Bounded:  # r - c [B, T]
     return gap if limit is None else gap.clip(-limit, limit)
 
 
-def _k3(gap: Bounded) -> Bounded:
-    return gap.exp() - gap - 1.0
-
-
 def kl(step: Formulas) -> Bounded:  # [B, T]
-    settings = step.settings
-    if not settings.kl_coefficient:
-        raise Lacking("kl_coefficient is 0")
-    gap = _reference_gap(step)
-    penalty = {"k1": lambda: -gap, "k2": lambda: gap.square() * 0.5, "k3": lambda: _k3(gap)}[
+    gap, settings = _reference_gap(step), step.settings
+    penalty = {"k1": lambda: -gap, "k2": lambda: gap.square() * 0.5, "k3": lambda: gap.exp() - gap - 1.0}[
         settings.kl_estimator
     ]()
     if settings.kl_output_limit is not None:
@@ -329,8 +316,6 @@ def importance_weights(step: Formulas) -> Bounded:  # [B, T] or [B, 1]
 def token_losses(step: Formulas) -> Bounded:  # [B, T]
     """Return the loss of each token, with all its terms, before the normaliser."""
     settings, logprobs = step.settings, step.tensor("trainer_logprobs")
-    if settings.policy_loss == "dpo":
-        raise Lacking("the loss of DPO is one of pairs")
     if settings.policy_loss == "sft":
         return (-logprobs).where(step.mask)
     advantage = step.value("advantages")
@@ -464,8 +449,8 @@ QUANTITIES: dict[str, Callable[[Formulas], Bounded]] = {
 }
 
 
-# Metrics of the micro-batch, by abrun's names (docs/reference/metrics.md) without `train/`: means over counted
-# tokens, and extremes
+# Metrics of the micro-batch, by abrun's names (docs/reference/metrics.md) without `train/`, most of them means over
+# the counted tokens
 
 
 def _gap_to_engine(step: Formulas) -> Bounded:  # p - g
@@ -485,29 +470,14 @@ TOKEN_MEANS: dict[str, Callable[[Formulas], Bounded]] = {
     "kl_penalty": lambda step: step.value("kl"),
     "entropy": lambda step: step.tensor("entropy"),
     "token_mult_prob_error": lambda step: _gap_to_engine(step).maximum(-_gap_to_engine(step)).exp(),
-    "gen_kl_error": lambda step: _k3(_gap_to_engine(step)),
-    "policy_kl_error": lambda step: _k3(-_gap_to_engine(step)),
     "sampling_importance_ratio": _weights,
 }
-EXTREMES = {
-    "advantages/max": ("advantages", 1),
-    "advantages/min": ("advantages", -1),
-    "probs_ratio_max": ("ratio", 1),
-    "probs_ratio_min": ("ratio", -1),
-}
-METRICS = (*TOKEN_MEANS, *EXTREMES, "reward", "num_tokens", "loss")
+METRICS = (*TOKEN_MEANS, "reward", "num_tokens", "loss")
 
 
 def metric(step: Formulas, name: str) -> Bounded:  # []
-    count = max(step.mask.sum(), 1)
+    if name in TOKEN_MEANS:
+        return TOKEN_MEANS[name](step).where(step.mask).sum() / max(step.mask.sum(), 1)
     if name == "reward":
         return step.value("rewards").sum() / len(step.mask)
-    if name == "num_tokens":
-        return Bounded.exact(step.mask.sum())
-    if name == "loss":
-        return step.value("loss")
-    if name in TOKEN_MEANS:
-        return TOKEN_MEANS[name](step).where(step.mask).sum() / count
-    quantity, sign = EXTREMES[name]
-    counted = (step.value(quantity) * sign).where(step.mask, -np.inf)
-    return Bounded(np.asarray(counted.low.max()), np.asarray(counted.high.max()), counted.precision) * sign
+    return step.value("loss") if name == "loss" else Bounded.exact(step.mask.sum())

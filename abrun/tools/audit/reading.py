@@ -1,4 +1,4 @@
-"""Dumps: reading and checking. Dimensions: B sequences, T positions, N of the whole batch, V vocabulary."""
+"""Dumps: reading and checking. Dimensions: B sequences, T positions, N rewards of a batch, V vocabulary."""
 
 import json
 from collections.abc import Mapping
@@ -8,19 +8,20 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from abrun.errors import StoreError
 from abrun.tools.audit.bounds import PRECISIONS, SINGLE, Array, Bounded, Precision
 from abrun.tools.audit.dump import FORMAT, KEY
 from abrun.tools.audit.settings import ALGORITHMS, Settings
 
+MASKS = ("token_mask", "prompt_mask", "attention_mask", "excluded_mask", "clipped")
 # Letters of each tensor's shape. Entry t of a token tensor belongs to token t
 SHAPES = {
-    **dict.fromkeys(("token_ids", "token_mask", "prompt_mask", "attention_mask", "excluded_mask"), "BT"),
+    **dict.fromkeys((*MASKS, "token_ids", "values", "token_rewards", "entropy", "advantages"), "BT"),
     **dict.fromkeys(("trainer_logprobs", "old_logprobs", "inference_logprobs", "reference_logprobs"), "BT"),
-    **dict.fromkeys(("ratio", "clipped", "kl", "importance_weights", "entropy", "token_losses"), "BT"),
-    **dict.fromkeys(("token_weights", "logprob_gradients", "values", "token_rewards", "advantages"), "BT"),
+    **dict.fromkeys(("ratio", "kl", "importance_weights", "token_losses", "token_weights"), "BT"),
+    "logprob_gradients": "BT",
     **dict.fromkeys(("rewards", "group_ids", "baseline"), "B"),
     "reward_parts": "BK",
     **dict.fromkeys(("batch_rewards", "batch_group_ids"), "N"),
@@ -28,22 +29,19 @@ SHAPES = {
     "logit_tokens": "L2",  # row and position of each row of logits
     **dict.fromkeys(("loss", "auxiliary_loss"), ""),
 }
-BOOLEAN = ("token_mask", "prompt_mask", "attention_mask", "excluded_mask", "clipped")
-INTEGER = ("token_ids", "group_ids", "batch_group_ids", "logit_tokens")
-BROADCAST = ("advantages", "ratio", "importance_weights", "clipped")  # also [B] or [B, 1]
+BY_ROW = ("advantages", "ratio", "importance_weights", "clipped")  # also [B] or [B, 1]
 RESULTS = ("loss", "logprob_gradients", "token_losses")  # NaN there is a difference, not bad input
-DTYPES = {
-    "F64": ("float64", np.float64),
-    "F32": ("float32", np.float32),
-    "F16": ("float16", np.float16),
-    "BF16": ("bfloat16", np.uint16),
-    "BOOL": ("int", np.bool_),
-    **{
-        f"{kind}{size}": ("int", np.dtype(f"{kind.lower()}{size // 8}"))
-        for kind in "IU"
-        for size in (8, 16, 32, 64)
-    },
+DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "BOOL": "bool"} | {
+    f"{kind[0].upper()}{size}": f"{kind}{size}" for kind in ("int", "uint") for size in (8, 16, 32, 64)
 }
+
+
+class Header(BaseModel):
+    """The JSON under `dump.KEY` in the metadata of a dump."""
+
+    algorithm: str
+    settings: dict[str, Any] = {}
+    metrics: dict[str, float] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,39 +65,35 @@ def read_dump(path: Path, algorithm: str | None = None) -> Dump:
 
     Raises StoreError for anything that is not a sound dump.
     """
-    if algorithm is not None and algorithm not in ALGORITHMS:
-        raise StoreError(f"--as: got {algorithm!r}; allowed: {', '.join(ALGORITHMS)}")
-    header, arrays = _read_file(path)
-    if not isinstance(header, dict) or header.get("format") != FORMAT:
-        got = header.get("format") if isinstance(header, dict) else header
+    fields, arrays = _read_file(path)
+    got = fields.get("format") if isinstance(fields, dict) else fields
+    if got != FORMAT or not isinstance(fields, dict):
         raise StoreError(f"{path}: format {got!r:.40}; this abrun reads format {FORMAT}")
-    named = header.get("algorithm")
-    if named not in ALGORITHMS:
-        raise StoreError(f"{path}: algorithm: got {named!r:.40}; allowed: {', '.join(ALGORITHMS)}")
-    metrics, settings = header.get("metrics", {}), header.get("settings", {})
-    if not (isinstance(metrics, dict) and isinstance(settings, dict)):
-        raise StoreError(f"{path}: settings and metrics must be mappings; write the dump with write_dump")
-    for name, value in metrics.items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise StoreError(f"{path}: metrics.{name:.40}: got {value!r:.40}; give a number")
     try:
-        preset = ALGORITHMS[named] | settings | (ALGORITHMS[algorithm] if algorithm else {})
-        validated = Settings.model_validate(preset)
+        header = Header.model_validate(fields)
+        for source, name in (("--as", algorithm), (f"{path}: algorithm", header.algorithm)):
+            if name is not None and name not in ALGORITHMS:
+                raise StoreError(f"{source}: got {name!r:.40}; allowed: {', '.join(ALGORITHMS)}")
+        chosen = ALGORITHMS[algorithm] if algorithm else {}
+        settings = Settings.model_validate(ALGORITHMS[header.algorithm] | header.settings | chosen)
     except ValidationError as error:
         problem = error.errors()[0]
-        where = ".".join(map(str, problem["loc"]))
-        raise StoreError(
-            f"{path}: settings.{where:.60}: {problem['msg']}, got {problem['input']!r:.40}"
-        ) from None
+        place = ".".join(map(str, problem["loc"]))
+        raise StoreError(f"{path}: {place:.60}: got {problem['input']!r:.40}; {problem['msg']}") from None
 
     known = {name: array for name, (array, _) in arrays.items() if name in SHAPES}
     _check_shapes(path, known)
-    tensors = {name: _as_float64(path, name, array) for name, array in known.items()}
+    tensors = {name: array.astype(np.float64) for name, array in known.items()}
+    for name, values in tensors.items():
+        if name in BY_ROW and values.ndim == 1:
+            tensors[name] = values[:, None]
+        elif not SHAPES[name]:
+            tensors[name] = values.reshape(())
     _check_values(path, tensors)
     return Dump(
-        algorithm=algorithm or named,
-        settings=validated,
-        metrics={name: float(value) for name, value in metrics.items()},
+        algorithm=algorithm or header.algorithm,
+        settings=settings,
+        metrics=header.metrics,
         tensors=tensors,
         stored={name: PRECISIONS.get(arrays[name][1], SINGLE) for name in known},
         unknown=tuple(sorted(arrays.keys() - known.keys())),
@@ -117,23 +111,21 @@ def _read_file(path: Path) -> tuple[Any, dict[str, tuple[NDArray[Any], str]]]:
             metadata: Mapping[str, str] = opened.metadata() or {}
         if KEY not in metadata:
             raise StoreError(f"{path}: no {KEY} in its metadata, so it is no dump; write it with write_dump")
-        header = json.loads(metadata[KEY])
-        entries = deserialize(path.read_bytes())
+        fields, entries = json.loads(metadata[KEY]), deserialize(path.read_bytes())
     except (SafetensorError, OSError, ValueError, RecursionError, MemoryError) as error:
         reason = " ".join(str(error).split())
         raise StoreError(f"{path}: not a readable safetensors file ({reason:.120}); dump again") from None
     arrays = {}
     for name, entry in entries:
-        if entry["dtype"] not in DTYPES:
-            if name in SHAPES:
-                raise StoreError(f"{path}: {name}: type {entry['dtype']}; use {', '.join(DTYPES)}")
+        dtype = DTYPES.get(entry["dtype"])
+        if dtype is None:  # eight bits or fewer: no loss is computed from it
+            arrays[name if name not in SHAPES else f"{name} ({entry['dtype']})"] = (np.zeros(0), "")
             continue
-        dtype, storage = DTYPES[entry["dtype"]]
-        array = np.frombuffer(entry["data"], storage).reshape(entry["shape"])
+        array = np.frombuffer(entry["data"], "uint16" if dtype == "bfloat16" else dtype)
         if dtype == "bfloat16":  # the upper half of a float32
             array = (array.astype(np.uint32) << 16).view(np.float32)
-        arrays[name] = (array, dtype)
-    return header, arrays
+        arrays[name] = (array.reshape(entry["shape"]), dtype)
+    return fields, arrays
 
 
 def _check_shapes(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
@@ -143,55 +135,37 @@ def _check_shapes(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
     lengths: dict[str, tuple[int, str]] = {"2": (2, "row and position")}
     for name in sorted(arrays, key=lambda name: name != "trainer_logprobs"):
         shape, letters = arrays[name].shape, SHAPES[name]
-        if name in BROADCAST and (len(shape) == 1 or shape[1:] == (1,)):
+        if name in BY_ROW and (len(shape) == 1 or shape[1:] == (1,)):
             shape, letters = shape[:1], "B"
         if not letters and shape == (1,):
             shape = ()
-        if len(shape) != len(letters):
-            raise StoreError(f"{path}: {name}: shape {[*shape]}; give [{', '.join(letters)}]")
-        for letter, length in zip(letters, shape, strict=True):
-            expected, source = lengths.setdefault(letter, (length, name))
-            if length != expected or length == 0:
-                raise StoreError(
-                    f"{path}: {name}: shape {[*shape]}, but {letter} is {expected} in {source}; "
-                    f"give [{', '.join(letters)}] of one micro-batch"
-                )
-
-
-def _as_float64(path: Path, name: str, array: NDArray[Any]) -> Array:
-    if name in BOOLEAN or name in INTEGER:
-        if array.size and not np.isfinite(array).all():
-            raise StoreError(f"{path}: {name}: NaN or infinity; give whole numbers")
-        if name in BOOLEAN and not np.isin(array, (0, 1)).all():
-            raise StoreError(f"{path}: {name}: got other values than 0 and 1; give a mask")
-    values = array.astype(np.float64)
-    if name in BROADCAST and values.ndim == 1:
-        values = values[:, None]
-    return values.reshape(()) if not SHAPES[name] else values
+        agrees = len(shape) == len(letters)
+        for letter, length in zip(letters, shape, strict=False):
+            agrees &= length == lengths.setdefault(letter, (length, name))[0] > 0
+        if not agrees:
+            known = ", ".join(f"{letter} is {length} in {of}" for letter, (length, of) in lengths.items())
+            raise StoreError(f"{path}: {name}: shape {[*shape]}; give [{', '.join(letters)}] ({known:.120})")
 
 
 def _check_values(path: Path, tensors: Mapping[str, Array]) -> None:
-    """Raise StoreError if a value that counts is not finite, or an index is out of range."""
-    mask = tensors.get("token_mask")
-    counted = np.ones_like(tensors["trainer_logprobs"], bool) if mask is None else mask > 0
+    """Raise StoreError if a value that counts is not finite, or an index or mask is out of range."""
+    every = np.ones_like(tensors["trainer_logprobs"], bool)
+    counts = tensors.get("token_mask", every) != 0
     for name, values in tensors.items():
-        if name in RESULTS or name in BOOLEAN:
-            continue
-        of_tokens = SHAPES[name] == "BT" and values.shape == counted.shape
-        broken = ~np.isfinite(values) & (counted if of_tokens else True)
-        if broken.any():
-            place = [int(index) for index in np.argwhere(broken)[0]]
+        is_masked = SHAPES[name] == "BT" and values.shape == counts.shape and name not in MASKS
+        broken = ~np.isfinite(values) & (counts if is_masked else True)
+        if broken.any() and name not in RESULTS:
+            place = tuple(int(index) for index in np.argwhere(broken)[0])
             raise StoreError(
-                f"{path}: {name}: {values[tuple(place)]} at {place}, which the loss counts; nothing can be "
-                "recomputed from it: look for its origin, or dump an earlier step"
+                f"{path}: {name}: {values[place]} at {[*place]}, which the loss counts; look for its origin "
+                "before the loss, or dump an earlier step"
             )
-    if "logits" in tensors or "old_logits" in tensors:
-        if "logit_tokens" not in tensors or "token_ids" not in tensors:
-            raise StoreError(f"{path}: logits need the tensors logit_tokens and token_ids; dump them too")
-        limits = np.array(counted.shape)
-        places = tensors["logit_tokens"]
-        vocabulary = next(tensors[name] for name in ("logits", "old_logits") if name in tensors).shape[1]
-        if (places < 0).any() or (places >= limits).any():
-            raise StoreError(f"{path}: logit_tokens: a row or position outside of {[*limits]}; dump again")
-        if ((tensors["token_ids"] < 0) | (tensors["token_ids"] >= vocabulary)).any():
-            raise StoreError(f"{path}: token_ids: an id outside of the {vocabulary} logits; dump all of them")
+        if name in MASKS and not np.isin(values, (0, 1)).all():
+            raise StoreError(f"{path}: {name}: got other values than 0 and 1; give a mask")
+    for name in {"logits", "old_logits"} & tensors.keys():
+        if not {"logit_tokens", "token_ids"} <= tensors.keys():
+            raise StoreError(f"{path}: {name} needs the tensors logit_tokens and token_ids; dump them, too")
+        limits = (("logit_tokens", np.array(every.shape)), ("token_ids", tensors[name].shape[1]))
+        for indices, limit in limits:
+            if ((tensors[indices] < 0) | (tensors[indices] >= limit)).any():
+                raise StoreError(f"{path}: {indices}: out of range (0 to {limit}); dump it again")
