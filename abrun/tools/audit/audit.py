@@ -1,6 +1,5 @@
 """The audit of a dump: each quantity against its formula, then the variant that explains a difference."""
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import combinations, islice
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from abrun.errors import StoreError
-from abrun.tools.audit.bounds import SINGLE
+from abrun.tools.audit.bounds import SINGLE, Bounded
 from abrun.tools.audit.formulas import METRICS, QUANTITIES, Formulas, Lacking, metric
 from abrun.tools.audit.reading import SHAPES, Dump
 from abrun.tools.audit.variants import Variant, variants
@@ -40,9 +39,10 @@ class Audit:
 
     first: str | None  # the first quantity that differs; None: all agree
     seen_in: str | None  # the dump's own quantity that shows it
-    fits: tuple[str, ...]  # what explains it, the best first
+    fits: tuple[str, ...]  # what explains it
     checks: tuple[Check, ...]
-    not_checked: dict[str, str]  # name -> why
+    not_checked: dict[str, str]  # what the dump has -> why
+    absent: tuple[str, ...]  # quantities that the dump lacks
 
     def as_json(self) -> dict[str, Any]:
         return {"agrees": self.first is None} | asdict(self)
@@ -50,13 +50,14 @@ class Audit:
 
 def audit(dump: Dump) -> Audit:
     """Check every quantity that the dump has. Raises StoreError if it has none to check."""
+    step = Formulas(dump)
     checks, not_checked = [], dict.fromkeys(dump.unknown, "no tensor of this format")
-    for name in _recorded(dump):
+    recorded = [name for name in QUANTITIES if name in dump.tensors]
+    for name in (*recorded, *(f"metrics/{name}" for name in METRICS if name in dump.metrics)):
         try:
-            checks.append(check_quantity(Formulas(dump), name))
+            checks.append(compare(dump, name, recompute(step, name)))
         except Lacking as error:
             not_checked[name] = str(error)
-    not_checked |= {name: "not in the dump" for name in QUANTITIES if name not in dump.tensors}
     not_checked |= {f"metrics/{name}": "unknown name" for name in dump.metrics if name not in METRICS}
     if not checks:
         reasons = "; ".join(f"{name}: {why}" for name, why in not_checked.items())
@@ -71,21 +72,20 @@ def audit(dump: Dump) -> Audit:
         fits=tuple(variant.says for variant in explained[:MAX_FITS]),
         checks=tuple(checks),
         not_checked=not_checked,
+        absent=tuple(name for name in QUANTITIES if name not in dump.tensors),
     )
 
 
-def _recorded(dump: Dump) -> Iterator[str]:
-    yield from (name for name in QUANTITIES if name in dump.tensors)
-    yield from (f"metrics/{name}" for name in METRICS if name in dump.metrics)
+def recompute(step: Formulas, name: str) -> Bounded:
+    """Return a quantity or metric by its formula. Raises Lacking if it cannot be recomputed."""
+    key = name.removeprefix("metrics/")
+    return metric(step, key) if key != name else step.expected(name)
 
 
-def check_quantity(formulas: Formulas, name: str) -> Check:
-    """Compare a quantity of the dump with its formula. Raises Lacking if it cannot be recomputed."""
-    dump, key = formulas.dump, name.removeprefix("metrics/")
-    if key != name:
-        expected, recorded, stored = metric(formulas, key), np.asarray(dump.metrics[key]), SINGLE
-    else:
-        expected, recorded, stored = formulas.expected(name), dump.tensors[name], dump.stored[name]
+def compare(dump: Dump, name: str, expected: Bounded) -> Check:
+    """Compare a quantity of the dump with its recomputed bounds."""
+    stored = dump.stored.get(name, SINGLE)
+    recorded = dump.tensors.get(name, np.asarray(dump.metrics.get(name.removeprefix("metrics/"))))
     rounded = expected.rounded(stored)
     values, low, high = (np.atleast_1d(of) for of in np.broadcast_arrays(recorded, rounded.low, rounded.high))
     counts = np.ones_like(values, bool)
@@ -108,25 +108,30 @@ def check_quantity(formulas: Formulas, name: str) -> Check:
 
 
 def explain(dump: Dump, seen: str, names: list[str]) -> list[Variant]:
-    """Return the variants under which a quantity fits, first those that most others then fit under, too."""
-    known = [*variants(dump.settings)]
-    pairs = (a | b for a, b in combinations(known, 2) if a.quantity != b.quantity)
-    fitting = [variant for variant in known if _fits(dump, variant, seen)]
-    fitting = fitting or [pair for pair in islice(pairs, MAX_PAIRS) if _fits(dump, pair, seen)]
+    """Return the variants under which a quantity fits and, of these, as many others as possible."""
+    usual = recompute(Formulas(dump), seen).low
+    tried = []
+    for variant in sorted(variants(dump.settings), key=lambda variant: QUANTITIES.index(variant.quantity)):
+        outcome = _outcome(dump, variant, seen)
+        if outcome is not None and not np.array_equal(outcome.low, usual, equal_nan=True):
+            tried.append((variant, outcome))
+    fitting = [variant for variant, outcome in tried if compare(dump, seen, outcome).agrees]
+    if not fitting:
+        pairs = (a | b for (a, _), (b, _) in combinations(tried, 2) if a.quantity != b.quantity)
+        fitting = [pair for pair in islice(pairs, MAX_PAIRS) if _fits(dump, pair, seen)]
     later = names[min(names.index(name) for name in (seen, "loss") if name in names) :]
-    order = [*QUANTITIES]
-    return sorted(
-        fitting,
-        key=lambda variant: (
-            -sum(_fits(dump, variant, name) for name in later),
-            order.index(variant.quantity),
-        ),
-    )
+    scores = [sum(_fits(dump, variant, name) for name in later) for variant in fitting]
+    return [variant for variant, score in zip(fitting, scores, strict=True) if score == max(scores)]
+
+
+def _outcome(dump: Dump, variant: Variant, name: str) -> Bounded | None:
+    settings = dump.settings.model_copy(update=dict(variant.settings))
+    try:
+        return recompute(Formulas(dump, settings, variant.quirks), name)
+    except Lacking:
+        return None
 
 
 def _fits(dump: Dump, variant: Variant, name: str) -> bool:
-    formulas = Formulas(dump, dump.settings.model_copy(update=dict(variant.settings)), variant.quirks)
-    try:
-        return check_quantity(formulas, name).agrees
-    except Lacking:
-        return False
+    outcome = _outcome(dump, variant, name)
+    return outcome is not None and compare(dump, name, outcome).agrees

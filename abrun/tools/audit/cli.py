@@ -11,7 +11,7 @@ from abrun.cli.arguments import Json
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from abrun.tools.audit.audit import Audit, Check
+    from abrun.tools.audit.audit import Audit
 
 DIFFERS = 3  # exit code, as of MISMATCH
 
@@ -57,21 +57,19 @@ def summary(result: "Audit") -> "RenderableType":
 
     from abrun.report.present.tables import Table, columns
 
+    rows = []
+    for check in result.checks:
+        mark = "agrees" if check.agrees else "differs"
+        mark += f" at {check.num_different} places" if check.place and not check.agrees else ""
+        numbers = f"{check.recorded:.7g}", f"{check.recomputed:.7g}", f"{check.bound:.1g}"
+        rows.append((check.name + (str([*check.place]) if check.place else ""), *numbers, mark))
     titles = ("quantity", "in the dump", "recomputed", "bound", "")
-    table = Table(columns(*titles, numeric=titles[1:4]), [_row(check) for check in result.checks])
     lines = [f"{len(result.checks)} quantities agree within the rounding of their types"]
     if result.first is not None:
         seen = "" if result.seen_in == result.first else f", seen in {result.seen_in}"
         fits = result.fits or ("no known variant fits; the quantities above it agree",)
         lines = [f"first difference: {result.first}{seen}", *(f"- {says}" for says in fits)]
     lines += [f"not checked: {name}: {why}" for name, why in result.not_checked.items()]
+    lines += [f"not in the dump: {', '.join(result.absent)}"] if result.absent else []
+    table = Table(columns(*titles, numeric=titles[1:4]), rows)
     return Group(table.to_rich(pad_edge=True), Text("\n".join(lines)))
-
-
-def _row(check: "Check") -> tuple[str, ...]:
-    mark = "agrees"
-    if not check.agrees:
-        mark = f"differs at {check.num_different} places" if check.place else "differs"
-    place = str([*check.place]) if check.place else ""
-    numbers = f"{check.recorded:.7g}", f"{check.recomputed:.7g}", f"{check.bound:.1g}"
-    return f"{check.name}{place}", *numbers, mark

@@ -18,7 +18,7 @@ from abrun.tools.audit.settings import ALGORITHMS, Settings
 MASKS = ("token_mask", "prompt_mask", "attention_mask", "excluded_mask", "clipped")
 # Letters of each tensor's shape. Entry t of a token tensor belongs to token t
 SHAPES = {
-    **dict.fromkeys((*MASKS, "token_ids", "values", "token_rewards", "entropy", "advantages"), "BT"),
+    **dict.fromkeys((*MASKS, "token_ids", "token_rewards", "entropy", "advantages"), "BT"),
     **dict.fromkeys(("trainer_logprobs", "old_logprobs", "inference_logprobs", "reference_logprobs"), "BT"),
     **dict.fromkeys(("ratio", "kl", "importance_weights", "token_losses", "token_weights"), "BT"),
     "logprob_gradients": "BT",
@@ -148,7 +148,7 @@ def _check_shapes(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
 
 
 def _check_values(path: Path, tensors: Mapping[str, Array]) -> None:
-    """Raise StoreError if a value that counts is not finite, or an index or mask is out of range."""
+    """Raise StoreError if a value that counts is not finite, or a mask is none."""
     every = np.ones_like(tensors["trainer_logprobs"], bool)
     counts = tensors.get("token_mask", every) != 0
     for name, values in tensors.items():
@@ -162,10 +162,3 @@ def _check_values(path: Path, tensors: Mapping[str, Array]) -> None:
             )
         if name in MASKS and not np.isin(values, (0, 1)).all():
             raise StoreError(f"{path}: {name}: got other values than 0 and 1; give a mask")
-    for name in {"logits", "old_logits"} & tensors.keys():
-        if not {"logit_tokens", "token_ids"} <= tensors.keys():
-            raise StoreError(f"{path}: {name} needs the tensors logit_tokens and token_ids; dump them, too")
-        limits = (("logit_tokens", np.array(every.shape)), ("token_ids", tensors[name].shape[1]))
-        for indices, limit in limits:
-            if ((tensors[indices] < 0) | (tensors[indices] >= limit)).any():
-                raise StoreError(f"{path}: {indices}: out of range (0 to {limit}); dump it again")

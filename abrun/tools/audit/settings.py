@@ -7,9 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 Positive = Annotated[float, Field(gt=0)]
 AtLeastZero = Annotated[float, Field(ge=0)]
 
-Aggregation = Literal[
-    "token_mean", "sequence_mean", "sequence_sum_constant", "document_sum", "prompt_mean", "sum"
-]
+Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum_constant", "document_sum", "sum"]
 Correction = Literal[
     "none", "truncated", "icepop", "sequence_mask", "sequence_product", "sequence_product_mask"
 ]
@@ -19,7 +17,6 @@ AGGREGATIONS: dict[Aggregation, str] = {
     "sequence_mean": "GRPO's mean over sequences of their token means",
     "sequence_sum_constant": "Dr. GRPO's sum over tokens divided by a constant",
     "document_sum": "the mean over sequences of their token sums",
-    "prompt_mean": "the mean over prompts of their token means",
     "sum": "the sum over tokens",
 }
 
@@ -31,14 +28,12 @@ class Settings(BaseModel):
 
     # rewards and advantages
     reward_weights: tuple[float, ...] | None = None  # of the columns of reward_parts; None: 1 each
-    estimator: Literal["group", "gae"] = "group"
+    estimator: Literal["group", "other"] = "group"  # other: advantages are taken as they are
     group_size: Annotated[int, Field(ge=1)] | None = None  # None: every group of the dump is complete
     baseline: Literal["group_mean", "leave_one_out", "batch_mean", "none"] = "group_mean"
-    advantage_std: Literal["group", "leave_one_out", "batch", "tokens", "none"] = "group"
+    advantage_std: Literal["group", "leave_one_out", "batch", "none"] = "group"
     std_epsilon: AtLeastZero = 1e-6
     std_ddof: Literal[0, 1] = 1
-    gamma: AtLeastZero = 1.0
-    gae_lambda: AtLeastZero = 1.0
 
     # per-token loss
     policy_loss: Literal["clipped", "cispo", "reinforce", "sft", "dpo"] = "clipped"
@@ -50,8 +45,7 @@ class Settings(BaseModel):
     temperature: Positive = 1.0
     kl_coefficient: AtLeastZero = 0.0
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    kl_input_limit: Positive | None = None
-    kl_output_limit: Positive | None = None
+    kl_limited: bool = False  # r - c to +-20, its estimate to +-10
     kl_weighted: bool = False  # by the ratio
     importance_correction: Correction = "none"
     importance_low: AtLeastZero = 0.0
@@ -98,7 +92,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "advantage_std": "none",
         "aggregation": "token_mean",
     },
-    "ppo": GRPO | {"estimator": "gae", "aggregation": "token_mean"},
+    "ppo": GRPO | {"estimator": "other", "aggregation": "token_mean"},
     "sft": {"policy_loss": "sft", "aggregation": "token_mean"},
     "dpo": {"policy_loss": "dpo"},
 }

@@ -195,7 +195,10 @@ class Frameworks:
             compute_logprobs=_logprobs_of,
         )
         self._prime = load(
-            "prime", "src/prime_rl/trainer/rl/loss.py", ("ce_loss_fn", "LossOutputs", "_safe_mean"), dataclass=dataclass
+            "prime",
+            "src/prime_rl/trainer/rl/loss.py",
+            ("ce_loss_fn", "LossOutputs", "_safe_mean"),
+            dataclass=dataclass,
         )
 
     # --- verl ---
@@ -628,7 +631,7 @@ def make_dump(name: str, case: Any, frameworks: Frameworks, path: Path, seed: in
         batch.trainer_logprobs = logprobs.to(batch.old_logprobs.dtype).requires_grad_()
     result = getattr(frameworks, case.framework)(batch, ran, **case.faults(batch))
     has_rewards = case.algorithm not in ("sft", "dpo")
-    kept = [key for key in INPUTS if has_rewards or "reward" not in key and key != "group_ids"]
+    kept = [key for key in INPUTS if has_rewards or ("reward" not in key and key != "group_ids")]
     tensors = {key: getattr(batch, key) for key in (*kept, *LOGPROBS)}
     if case.logits:
         places = batch.token_mask.nonzero()[:5]
