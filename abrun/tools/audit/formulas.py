@@ -157,7 +157,7 @@ class Formulas:
         return total / count
 
     def _spread(self) -> tuple[Bounded, Flags]:
-        """Return the standard deviation [B] that each row's advantage is divided by, and where it is exactly 0."""
+        """Return the standard deviation [B] that advantages are divided by, and where it is exactly 0."""
         kind = self.settings.advantage_std
         everyone, members = self._groups(kind == "batch")
         if kind == "leave_one_out":  # without one reward of the group that equals the row's own
@@ -215,6 +215,9 @@ class Formulas:
     def _is_clipped(self) -> Trilean:
         rho, advantage, (low, high) = self.value("ratio"), self.value("advantages"), self.clip_bounds()
         is_clipped = ((advantage > 0.0) & (rho > high)) | ((advantage < 0.0) & (rho < low))
+        # beyond a bound, both losses may round to the same, and share the gradient
+        differs = -(advantage * rho.clip(low, high)) > -(advantage * rho)
+        is_clipped = Trilean(is_clipped.surely & differs.surely, is_clipped.possibly)
         if self.settings.dual_clip is None:
             return is_clipped
         is_limited = rho > self.settings.dual_clip
@@ -326,9 +329,9 @@ class Formulas:
 
     def _margins(self) -> Bounded:  # [B / 2]
         """Return beta times the difference of the pairs' log-ratios; rows 2i are chosen, 2i + 1 rejected."""
-        total = (
-            (self.tensor("trainer_logprobs") - self.tensor("reference_logprobs")).where(self.mask).sum(axis=1)
-        )
+        names = ("trainer_logprobs", "reference_logprobs")
+        current, reference = (self.tensor(name).where(self.mask).sum(axis=1) for name in names)
+        total = current - reference  # a difference of sums rounds more than a sum of differences
         if len(total.low) % 2:
             raise Lacking("DPO needs pairs of rows, chosen and rejected")
         total = total / self.counts[:, 0] if self.settings.logprob_reduction == "mean" else total

@@ -22,7 +22,7 @@ AGGREGATIONS: dict[Aggregation, str] = {
 
 
 class Settings(BaseModel):
-    """Settings of a dump; docs/reference/audit-dump.md says what each means."""
+    """Settings of a dump; docs/how-to/audit-a-step.md says what each means."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
