@@ -11,9 +11,7 @@ KEY = "abrun_audit"  # of the safetensors metadata, with the header as JSON
 
 def write_dump(
     path: str | Path,
-    tensors: Mapping[
-        str, Any
-    ],  # torch tensors by their names in docs/how-to/audit-a-step.md; None: left out
+    tensors: Mapping[str, Any],  # torch tensors by their names in docs/how-to/audit-a-step.md; None: left out
     *,
     algorithm: str,  # grpo, dr_grpo, dapo, gspo, ppo, rloo, reinforce, cispo, sft or dpo
     settings: Mapping[str, Any],  # what the run is configured to compute, where it is not the algorithm's

@@ -400,19 +400,12 @@ TOKEN_MEANS: dict[str, Callable[[Formulas], Bounded]] = {
     "kl_penalty": lambda step: step.value("kl"),
     "entropy": lambda step: step.tensor("entropy"),
     "token_mult_prob_error": lambda step: step.engine_gap().maximum(-step.engine_gap()).exp(),
-    "sampling_importance_ratio": lambda step: (
-        step.engine_gap().exp()
-        if step.settings.importance_correction == "none"
-        else step.value("importance_weights")
-    ),
 }
-METRICS = (*TOKEN_MEANS, "reward", "num_tokens", "loss")
+METRICS = (*TOKEN_MEANS, "reward")
 
 
 def metric(step: Formulas, name: str) -> Bounded:  # []
     """Return a metric of the micro-batch."""
-    if name in TOKEN_MEANS:
-        return TOKEN_MEANS[name](step).where(step.mask).sum() / max(step.mask.sum(), 1)
     if name == "reward":
         return step.value("rewards").sum() / len(step.mask)
-    return step.value("loss") if name == "loss" else Bounded.exact(step.mask.sum())
+    return TOKEN_MEANS[name](step).where(step.mask).sum() / max(step.mask.sum(), 1)

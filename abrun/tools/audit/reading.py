@@ -81,22 +81,21 @@ def read_dump(path: Path, algorithm: str | None = None) -> Dump:
         place = ".".join(map(str, problem["loc"]))
         raise StoreError(f"{path}: {place:.60}: got {problem['input']!r:.40}; {problem['msg']}") from None
 
-    known = {name: array for name, (array, _) in arrays.items() if name in SHAPES}
-    _check_shapes(path, known)
-    tensors = {name: array.astype(np.float64) for name, array in known.items()}
+    tensors = {name: array.astype(np.float64) for name, (array, _) in arrays.items() if name in SHAPES}
     for name, values in tensors.items():
         if name in BY_ROW and values.ndim == 1:
             tensors[name] = values[:, None]
-        elif not SHAPES[name]:
+        elif not SHAPES[name] and values.size == 1:
             tensors[name] = values.reshape(())
+    _check_shapes(path, tensors)
     _check_values(path, tensors)
     return Dump(
         algorithm=algorithm or header.algorithm,
         settings=settings,
         metrics=header.metrics,
         tensors=tensors,
-        stored={name: PRECISIONS.get(arrays[name][1], SINGLE) for name in known},
-        unknown=tuple(sorted(arrays.keys() - known.keys())),
+        stored={name: PRECISIONS.get(arrays[name][1], SINGLE) for name in tensors},
+        unknown=tuple(sorted(arrays.keys() - tensors.keys())),
     )
 
 
@@ -117,10 +116,8 @@ def _read_file(path: Path) -> tuple[Any, dict[str, tuple[NDArray[Any], str]]]:
         raise StoreError(f"{path}: not a readable safetensors file ({reason:.120}); dump again") from None
     arrays = {}
     for name, entry in entries:
-        dtype = DTYPES.get(entry["dtype"])
-        if dtype is None:  # eight bits or fewer: no loss is computed from it
-            arrays[name if name not in SHAPES else f"{name} ({entry['dtype']})"] = (np.zeros(0), "")
-            continue
+        if (dtype := DTYPES.get(entry["dtype"])) is None:
+            raise StoreError(f"{path}: {name}: type {entry['dtype']}; dump it as one of {', '.join(DTYPES)}")
         array = np.frombuffer(entry["data"], "uint16" if dtype == "bfloat16" else dtype)
         if dtype == "bfloat16":  # the upper half of a float32
             array = (array.astype(np.uint32) << 16).view(np.float32)
@@ -135,10 +132,8 @@ def _check_shapes(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
     lengths: dict[str, tuple[int, str]] = {"2": (2, "row and position")}
     for name in sorted(arrays, key=lambda name: name != "trainer_logprobs"):
         shape, letters = arrays[name].shape, SHAPES[name]
-        if name in BY_ROW and (len(shape) == 1 or shape[1:] == (1,)):
+        if name in BY_ROW and shape[1:] == (1,):
             shape, letters = shape[:1], "B"
-        if not letters and shape == (1,):
-            shape = ()
         agrees = len(shape) == len(letters)
         for letter, length in zip(letters, shape, strict=False):
             agrees &= length == lengths.setdefault(letter, (length, name))[0] > 0

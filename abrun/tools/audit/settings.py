@@ -70,28 +70,18 @@ class Settings(BaseModel):
     compute_dtype: Literal["float64", "float32", "float16", "bfloat16"] | None = None  # None: the tensors'
 
 
-GRPO = {
-    "policy_loss": "clipped",
-    "ratio": "token",
-    "estimator": "group",
-    "baseline": "group_mean",
-    "advantage_std": "group",
-    "aggregation": "sequence_mean",
-}
+# A preset has all settings that tell algorithms apart, because `--as` replaces those of another one
+GRPO = {"policy_loss": "clipped", "ratio": "token", "estimator": "group", "baseline": "group_mean"}
+GRPO |= {"advantage_std": "group", "aggregation": "sequence_mean"}
+REINFORCE = GRPO | {"policy_loss": "reinforce", "advantage_std": "none"}
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": GRPO,
     "dr_grpo": GRPO | {"advantage_std": "none", "aggregation": "sequence_sum_constant"},
     "dapo": GRPO | {"aggregation": "token_mean"},
     "gspo": GRPO | {"ratio": "sequence"},
     "cispo": GRPO | {"policy_loss": "cispo", "aggregation": "token_mean"},
-    "rloo": GRPO | {"policy_loss": "reinforce", "baseline": "leave_one_out", "advantage_std": "none"},
-    "reinforce": GRPO
-    | {
-        "policy_loss": "reinforce",
-        "baseline": "none",
-        "advantage_std": "none",
-        "aggregation": "token_mean",
-    },
+    "rloo": REINFORCE | {"baseline": "leave_one_out"},
+    "reinforce": REINFORCE | {"baseline": "none", "aggregation": "token_mean"},
     "ppo": GRPO | {"estimator": "other", "aggregation": "token_mean"},
     "sft": {"policy_loss": "sft", "aggregation": "token_mean"},
     "dpo": {"policy_loss": "dpo"},

@@ -117,33 +117,27 @@ def _normalizers(settings: Settings) -> Iterator[Variant]:
     """Yield other aggregations, the micro-batch's own counts, and factors, the fewest changes first."""
     sizes = {name: getattr(settings, name) for name in ("data_parallel_size", "gradient_accumulation")}
     factors = {1.0: ""}
-    for powers in sorted(product((0, 1, -1), repeat=len(sizes)), key=lambda powers: sum(map(abs, powers))):
-        words = [
-            f"{'multiplied' if power > 0 else 'divided'} by {name} ({size})"
-            for (name, size), power in zip(sizes.items(), powers, strict=True)
-            if power
-        ]
-        factor = float(sizes["data_parallel_size"] ** powers[0] * sizes["gradient_accumulation"] ** powers[1])
+    for powers in sorted(product((0, 1, -1), repeat=2), key=lambda powers: sum(map(abs, powers))):
+        factor, words = 1.0, []
+        for (name, size), power in zip(sizes.items(), powers, strict=True):
+            factor *= float(size) ** power
+            words += [f"{'multiplied' if power > 0 else 'divided'} by {name} ({size})"] if power else []
         factors.setdefault(factor, " and ".join(words))
     factors.setdefault(1 / settings.loss_scale, f"without its loss_scale of {settings.loss_scale:g}")
     has_counts = settings.num_tokens is not None or settings.num_sequences is not None
 
-    by_changes: dict[int, list[Variant]] = {}
     scopes = (False, True) if has_counts else (False,)
+    found: list[tuple[int, Variant]] = []
     for aggregation, is_own, (factor, words) in product(AGGREGATIONS, scopes, factors.items()):
-        changes: dict[str, Any] = {}
-        says = []
+        says, changes = [], {"aggregation": aggregation, "loss_scale": settings.loss_scale * factor}
         if aggregation != settings.aggregation:
-            changes["aggregation"] = aggregation
             current = AGGREGATIONS[settings.aggregation]
             says.append(f"this is {AGGREGATIONS[aggregation]}; the settings say {current}")
         if is_own:
             changes |= {"num_tokens": None, "num_sequences": None}
             says.append("the counts are this micro-batch's own, as in a mean of micro-batch means")
         if factor != 1:
-            changes["loss_scale"] = settings.loss_scale * factor
             says.append(f"the loss is {words}")
-        if changes:
-            by_changes.setdefault(len(says), []).append(Variant("token_weights", "; ".join(says), changes))
-    for number in sorted(by_changes):
-        yield from by_changes[number]
+        if says:
+            found.append((len(says), Variant("token_weights", "; ".join(says), changes)))
+    yield from (variant for _, variant in sorted(found, key=lambda counted: counted[0]))

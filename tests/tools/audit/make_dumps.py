@@ -11,13 +11,17 @@ after the report that it names.
 import __future__
 
 import ast
+import importlib
+import inspect
 import json
 import subprocess
 import sys
 import tempfile
+import textwrap
 import zipfile
 from collections import defaultdict
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,7 +61,7 @@ class Mirrors:
     def load(self, name: str, path: str, wanted: tuple[str, ...], **namespace: Any) -> SimpleNamespace:
         """Return functions and classes of a module, which see `namespace` instead of its imports."""
         tree = ast.parse(self._git(name, "show", f"HEAD:{path}"))
-        nodes = [node for node in tree.body if getattr(node, "name", None) in wanted]
+        nodes: list[Any] = [node for node in tree.body if getattr(node, "name", None) in wanted]
         assert len(nodes) == len(wanted), (wanted, [node.name for node in nodes])
         for node in nodes:
             node.decorator_list = [  # registries and type checkers
@@ -114,6 +118,7 @@ class Frameworks:
 
     def __init__(self, mirrors: Mirrors) -> None:
         load = mirrors.load
+        self._trl = importlib.import_module("trl.trainer.grpo_trainer")
         functional = load("verl", "verl/utils/torch_functional.py", ("masked_sum", "masked_mean"))
         self._verl = load(
             "verl",
@@ -343,7 +348,7 @@ class Frameworks:
             vllm_is_correction_type=kinds[faults.get("kind", kind) or "truncated"],
         )
         old = faults.get("old", batch.old_logprobs)
-        loss, clipped, *_ = compute(
+        loss, *_ = compute(
             batch.trainer_logprobs,
             old,
             advantages[:, None].to(mask.dtype).expand(mask.shape),
@@ -416,8 +421,6 @@ class Frameworks:
     # --- TRL, and its Liger path ---
 
     def trl(self, batch: Any, settings: dict[str, Any], **faults: Any) -> dict[str, Any]:
-        from trl.trainer.grpo_trainer import GRPOTrainer
-
         advantages = self._trl_advantages(batch, settings, faults)
         kind = settings.get("importance_correction")
         weights = None if kind is None else _trl_weights(batch, settings)
@@ -467,7 +470,7 @@ class Frameworks:
             "num_items_in_batch": torch.tensor(settings.get("num_tokens") or float(batch.token_mask.sum())),
         }
         inputs["num_items_in_batch"] *= settings.get("data_parallel_size", 1)
-        compute = GRPOTrainer._compute_loss
+        compute = self._trl.GRPOTrainer._compute_loss
         if faults.get("liger"):
             loss = self._liger_loss(batch, settings, advantages, loss_type, faults) / steps
         else:
@@ -481,12 +484,7 @@ class Frameworks:
 
     def _trl_advantages(self, batch: Any, settings: dict[str, Any], faults: dict[str, Any]) -> Tensor:
         """Run the statement of TRL's trainer that turns rewards into advantages."""
-        import inspect
-        import textwrap
-
-        from trl.trainer import grpo_trainer
-
-        source = inspect.getsource(grpo_trainer.GRPOTrainer._generate_and_score_completions)
+        source = inspect.getsource(self._trl.GRPOTrainer._generate_and_score_completions)
         (statement,) = (
             node
             for node in ast.walk(ast.parse(textwrap.dedent(source)))
@@ -494,7 +492,7 @@ class Frameworks:
             and "self.multi_objective_aggregation == 'sum" in ast.unparse(node.test)
         )
         size = int((batch.group_ids == batch.group_ids[0]).sum())
-        names = vars(grpo_trainer) | {
+        names = vars(self._trl) | {
             "self": SimpleNamespace(
                 multi_objective_aggregation="sum_then_normalize",
                 reward_weights=torch.tensor(settings["reward_weights"]),
@@ -648,13 +646,11 @@ def make_dump(name: str, case: Any, frameworks: Frameworks, path: Path, seed: in
 
 
 def main(mirrors: Path) -> None:
-    import trl
-
     torch.set_num_threads(1)
     sources = Mirrors(mirrors)
     frameworks = Frameworks(sources)
     index: dict[str, Any] = {
-        "sources": sources.sources | {"trl": trl.__version__, "torch": torch.__version__},
+        "sources": sources.sources | {"trl": version("trl"), "torch": torch.__version__},
         "cases": {},
     }
     with (
