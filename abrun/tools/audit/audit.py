@@ -1,8 +1,7 @@
 """The audit of a dump: each quantity against its formula, then the variant that explains a difference."""
 
-from dataclasses import asdict, dataclass
-from itertools import combinations, islice
-from typing import Any
+from dataclasses import dataclass
+from itertools import combinations, islice, permutations
 
 import numpy as np
 
@@ -16,7 +15,6 @@ from abrun.tools.audit.variants import Variant, variants
 EVERYWHERE = ("token_mask", "token_weights", "logprob_gradients")
 NAMES = {"token_weights": "normaliser", "clipped": "clip", "token_mask": "mask"}  # in sentences
 MAX_PAIRS = 3_000  # pairs of variants that are tried if no single one fits
-MAX_FITS = 4  # that are named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +42,6 @@ class Audit:
     not_checked: dict[str, str]  # what the dump has -> why
     absent: tuple[str, ...]  # quantities that the dump lacks
 
-    def as_json(self) -> dict[str, Any]:
-        return {"agrees": self.first is None} | asdict(self)
-
 
 def audit(dump: Dump) -> Audit:
     """Check every quantity that the dump has. Raises StoreError if it has none to check."""
@@ -69,7 +64,7 @@ def audit(dump: Dump) -> Audit:
     return Audit(
         first=NAMES.get(first, first) if first else None,
         seen_in=seen,
-        fits=tuple(variant.says for variant in explained[:MAX_FITS]),
+        fits=tuple(variant.says for variant in explained[:4]),
         checks=tuple(checks),
         not_checked=not_checked,
         absent=tuple(name for name in QUANTITIES if name not in dump.tensors),
@@ -121,7 +116,9 @@ def explain(dump: Dump, seen: str, names: list[str]) -> list[Variant]:
         fitting = [pair for pair in islice(pairs, MAX_PAIRS) if _fits(dump, pair, seen)]
     later = names[min(names.index(name) for name in (seen, "loss") if name in names) :]
     scores = [sum(_fits(dump, variant, name) for name in later) for variant in fitting]
-    return [variant for variant, score in zip(fitting, scores, strict=True) if score == max(scores)]
+    best = [variant for variant, score in zip(fitting, scores, strict=True) if score == max(scores)]
+    longer = {b.says for a, b in permutations(best, 2) if b.says.startswith(f"{a.says};")}
+    return [variant for variant in best if variant.says not in longer]
 
 
 def _outcome(dump: Dump, variant: Variant, name: str) -> Bounded | None:

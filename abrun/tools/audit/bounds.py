@@ -39,9 +39,7 @@ SUM_DEVIATIONS = 6.0
 
 
 def wider(first: Precision, second: Precision) -> Precision:
-    """Return the type of an operation on two types; float16 with bfloat16 gives float32, as in torch."""
-    if first is not second and min(first.unit, second.unit) > SINGLE.unit:
-        return SINGLE
+    """Return the type that an operation on two types computes in."""
     return first if first.unit <= second.unit else second
 
 
@@ -97,7 +95,7 @@ class Bounded:
     def increasing(self, function: Callable[[Array], Array], ulps: float = FUNCTION_ULPS) -> "Bounded":
         with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
             result = Bounded(function(self.low), function(self.high), self.precision)
-        return result.rounded(self.precision, ulps) if ulps else result
+        return result.rounded(self.precision, ulps)
 
     def exp(self) -> "Bounded":
         return self.increasing(np.exp)
@@ -171,6 +169,3 @@ class Trilean:
 
     def __invert__(self) -> "Trilean":
         return Trilean(~self.possibly, ~self.surely)
-
-    def as_number(self) -> Bounded:
-        return Bounded(self.surely.astype(np.float64), self.possibly.astype(np.float64), SINGLE)

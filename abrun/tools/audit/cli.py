@@ -1,5 +1,6 @@
 """The command `abrun audit`. Slow imports happen inside it."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -44,7 +45,7 @@ def audit(
     loaded = read_dump(dump, algorithm)
     result = audit_dump(loaded)
     if as_json:
-        print_json({"algorithm": loaded.algorithm} | result.as_json())
+        print_json({"algorithm": loaded.algorithm, "agrees": result.first is None} | asdict(result))
     else:
         console().print(summary(result))
     raise typer.Exit(DIFFERS if result.first else 0)

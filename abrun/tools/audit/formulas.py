@@ -9,6 +9,7 @@ A quirk is a known fault of a formula (`variants`); without quirks the formulas 
 """
 
 from collections.abc import Callable
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,15 +20,12 @@ from abrun.tools.audit.settings import Settings
 
 Flags = NDArray[np.bool_]
 MAX_KL_GAP, MAX_KL = 20.0, 10.0  # of abrun, verl, NeMo-RL and SkyRL
+LOGITS = {"trainer_logprobs": "logits", "old_logprobs": "old_logits"}
 COUNT_EPSILON = 1e-8  # verl, OpenRLHF and NeMo-RL add it to the counts that they divide by
 
 
 class Lacking(Exception):
     """A quantity cannot be recomputed because the dump lacks something."""
-
-
-def _row_before(rows: Bounded) -> Bounded:
-    return rows[np.arange(len(rows.low)) - 1]
 
 
 class Formulas:
@@ -36,7 +34,7 @@ class Formulas:
     def __init__(self, dump: Dump, settings: Settings | None = None, quirks: frozenset[str] = frozenset()):
         self.dump, self.settings, self.quirks = dump, settings or dump.settings, quirks
         self._expected: dict[str, Bounded] = {}
-        self._mask: Flags | None = None
+        self._rows_before = np.arange(len(dump.tensors["trainer_logprobs"])) - 1
 
     def has(self, quirk: str) -> bool:
         return quirk in self.quirks
@@ -51,20 +49,19 @@ class Formulas:
 
     def expected(self, name: str) -> Bounded:
         if name not in self._expected:
-            self._expected[name] = getattr(self, name)()
+            is_scored = name in LOGITS
+            self._expected[name] = self._logprobs(LOGITS[name]) if is_scored else getattr(self, name)()
         return self._expected[name]
 
     def value(self, name: str) -> Bounded:
         """Return the dump's own value of a quantity, recomputed if the dump lacks it."""
         return self.tensor(name) if name in self.dump.tensors else self.expected(name)
 
-    @property
+    @cached_property
     def mask(self) -> Flags:  # [B, T]
         """The tokens that the loss counts."""
-        if self._mask is None:
-            is_dumped = "token_mask" in self.dump.tensors
-            self._mask = self.misread(self.flags("token_mask")) if is_dumped else self.token_mask().low > 0
-        return self._mask
+        is_dumped = "token_mask" in self.dump.tensors
+        return self.misread(self.flags("token_mask")) if is_dumped else self.token_mask().low > 0
 
     @property
     def counts(self) -> NDArray[np.float64]:  # [B, 1], at least 1
@@ -94,15 +91,11 @@ class Formulas:
                     f"reward_weights has {len(weights)} values for {parts.low.shape[1]} reward_parts"
                 )
             total = (parts if weights is None else parts * np.array(weights)).sum(axis=1)
+        elif "token_rewards" not in self.dump.tensors:
+            raise Lacking("the dump has neither rewards nor their parts")
         else:
             total = self.tensor("token_rewards").where(self.mask).sum(axis=1)
-        return _row_before(total) if self.has("rewards_of_next_row") else total
-
-    def trainer_logprobs(self) -> Bounded:
-        return self._logprobs("logits")
-
-    def old_logprobs(self) -> Bounded:
-        return self._logprobs("old_logits")
+        return total[self._rows_before] if self.has("rewards_of_next_row") else total
 
     def _logprobs(self, name: str) -> Bounded:
         """Return log softmax(z / T) of the tokens [B, T]; anything where the dump has no logits z."""
@@ -182,7 +175,7 @@ class Formulas:
             divided = advantage / (spread + settings.std_epsilon)
             # NeMo-RL leaves A undivided where the std is 0
             advantage = divided.hull(advantage).where(is_zero, divided)
-        advantage = _row_before(advantage) if self.has("advantage_of_next_row") else advantage
+        advantage = advantage[self._rows_before] if self.has("advantage_of_next_row") else advantage
         return (-advantage if self.has("advantage_negated") else advantage)[:, None]
 
     # Per-token loss
@@ -226,7 +219,8 @@ class Formulas:
         )
 
     def clipped(self) -> Bounded:  # [B, T]
-        return self._is_clipped().as_number()
+        is_clipped = self._is_clipped()
+        return Bounded.exact(is_clipped.surely).hull(is_clipped.possibly)
 
     def _reference_gap(self) -> Bounded:  # r - c [B, T]
         reference = self.tensor("old_logprobs" if self.has("kl_to_old") else "reference_logprobs")
@@ -342,9 +336,8 @@ class Formulas:
         settings, mask = self.settings, self.mask
         if settings.policy_loss == "dpo":
             sigmoid = (-self._margins()).increasing(lambda values: 1 / (1 + np.exp(-values)))
-            slopes = (sigmoid - settings.label_smoothing) * (
-                settings.beta * settings.loss_scale / len(sigmoid.low)
-            )
+            scale = settings.beta * settings.loss_scale / len(sigmoid.low)
+            slopes = (sigmoid - settings.label_smoothing) * scale
             rows = slopes[np.arange(len(mask)) // 2] * np.where(np.arange(len(mask)) % 2, 1.0, -1.0)
             rows = rows / self.counts[:, 0] if settings.logprob_reduction == "mean" else rows
             return rows[:, None].where(mask)
@@ -395,7 +388,6 @@ QUANTITIES = (  # in order of dependence
 TOKEN_MEANS: dict[str, Callable[[Formulas], Bounded]] = {
     "advantages/mean": lambda step: step.value("advantages"),
     "probs_ratio": lambda step: step.value("ratio"),
-    "probs_ratio_clamped": lambda step: step.value("ratio").clip(*step.clip_bounds()),
     "clip_fraction": lambda step: step.value("clipped"),
     "kl_penalty": lambda step: step.value("kl"),
     "entropy": lambda step: step.tensor("entropy"),

@@ -56,8 +56,8 @@ class Dump:
     unknown: tuple[str, ...]  # tensors that the format does not know
 
     def bounded(self, name: str) -> Bounded:
-        chosen = self.settings.compute_dtype
-        return Bounded.exact(self.tensors[name], PRECISIONS[chosen] if chosen else self.stored[name])
+        precision = PRECISIONS.get(self.settings.compute_dtype or "", self.stored[name])
+        return Bounded.exact(self.tensors[name], precision)
 
 
 def read_dump(path: Path, algorithm: str | None = None) -> Dump:
@@ -66,9 +66,8 @@ def read_dump(path: Path, algorithm: str | None = None) -> Dump:
     Raises StoreError for anything that is not a sound dump.
     """
     fields, arrays = _read_file(path)
-    got = fields.get("format") if isinstance(fields, dict) else fields
-    if got != FORMAT or not isinstance(fields, dict):
-        raise StoreError(f"{path}: format {got!r:.40}; this abrun reads format {FORMAT}")
+    if not isinstance(fields, dict) or fields.get("format") != FORMAT:
+        raise StoreError(f"{path}: got {fields!r:.60}; this abrun reads dumps of format {FORMAT}")
     try:
         header = Header.model_validate(fields)
         for source, name in (("--as", algorithm), (f"{path}: algorithm", header.algorithm)):
@@ -144,8 +143,7 @@ def _check_shapes(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
 
 def _check_values(path: Path, tensors: Mapping[str, Array]) -> None:
     """Raise StoreError if a value that counts is not finite, or a mask is none."""
-    every = np.ones_like(tensors["trainer_logprobs"], bool)
-    counts = tensors.get("token_mask", every) != 0
+    counts = tensors.get("token_mask", np.ones_like(tensors["trainer_logprobs"])) != 0
     for name, values in tensors.items():
         is_masked = SHAPES[name] == "BT" and values.shape == counts.shape and name not in MASKS
         broken = ~np.isfinite(values) & (counts if is_masked else True)

@@ -124,9 +124,7 @@ def _normalizers(settings: Settings) -> Iterator[Variant]:
             words += [f"{'multiplied' if power > 0 else 'divided'} by {name} ({size})"] if power else []
         factors.setdefault(factor, " and ".join(words))
     factors.setdefault(1 / settings.loss_scale, f"without its loss_scale of {settings.loss_scale:g}")
-    has_counts = settings.num_tokens is not None or settings.num_sequences is not None
-
-    scopes = (False, True) if has_counts else (False,)
+    scopes = (False, True) if settings.num_tokens or settings.num_sequences else (False,)
     found: list[tuple[int, Variant]] = []
     for aggregation, is_own, (factor, words) in product(AGGREGATIONS, scopes, factors.items()):
         says, changes = [], {"aggregation": aggregation, "loss_scale": settings.loss_scale * factor}
