@@ -33,7 +33,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audit:
-    """What an audit found."""
+    """Result of an audit."""
 
     first: str | None  # the first quantity that differs; None: all agree
     seen_in: str | None  # the dump's own quantity that shows it
@@ -58,12 +58,12 @@ def audit(dump: Dump) -> Audit:
         reasons = "; ".join(f"{name}: {why}" for name, why in not_checked.items())
         raise StoreError(f"the dump has nothing to check ({reasons:.200}); dump loss and advantages, too")
 
-    seen = next((check.name for check in checks if not check.agrees), None)
-    explained = explain(dump, seen, [check.name for check in checks]) if seen else []
-    first = explained[0].quantity if explained else seen
+    witness = next((check.name for check in checks if not check.agrees), None)
+    explained = explain(dump, witness, [check.name for check in checks]) if witness else []
+    quantity = explained[0].quantity if explained else witness
     return Audit(
-        first=NAMES.get(first, first) if first else None,
-        seen_in=seen,
+        first=NAMES.get(quantity, quantity) if quantity else None,
+        seen_in=witness,
         fits=tuple(variant.says for variant in explained[:4]),
         checks=tuple(checks),
         not_checked=not_checked,
@@ -102,19 +102,19 @@ def compare(dump: Dump, name: str, expected: Bounded) -> Check:
     )
 
 
-def explain(dump: Dump, seen: str, names: list[str]) -> list[Variant]:
+def explain(dump: Dump, witness: str, names: list[str]) -> list[Variant]:
     """Return the variants under which a quantity fits and, of these, as many others as possible."""
-    usual = recompute(Formulas(dump), seen).low
+    usual = recompute(Formulas(dump), witness).low
     tried = []
     for variant in sorted(variants(dump.settings), key=lambda variant: QUANTITIES.index(variant.quantity)):
-        outcome = _outcome(dump, variant, seen)
+        outcome = _outcome(dump, variant, witness)
         if outcome is not None and not np.array_equal(outcome.low, usual, equal_nan=True):
             tried.append((variant, outcome))
-    fitting = [variant for variant, outcome in tried if compare(dump, seen, outcome).agrees]
+    fitting = [variant for variant, outcome in tried if compare(dump, witness, outcome).agrees]
     if not fitting:
         pairs = (a | b for (a, _), (b, _) in combinations(tried, 2) if a.quantity != b.quantity)
-        fitting = [pair for pair in islice(pairs, MAX_PAIRS) if _fits(dump, pair, seen)]
-    later = names[min(names.index(name) for name in (seen, "loss") if name in names) :]
+        fitting = [pair for pair in islice(pairs, MAX_PAIRS) if _fits(dump, pair, witness)]
+    later = names[min(names.index(name) for name in (witness, "loss") if name in names) :]
     scores = [sum(_fits(dump, variant, name) for name in later) for variant in fitting]
     best = [variant for variant, score in zip(fitting, scores, strict=True) if score == max(scores)]
     longer = {b.says for a, b in permutations(best, 2) if b.says.startswith(f"{a.says};")}

@@ -38,9 +38,9 @@ FUNCTION_ULPS = 4.0  # exp and log of GPUs are good to 2 ULPs, and 1 ULP is 2 u
 SUM_DEVIATIONS = 6.0
 
 
-def wider(first: Precision, second: Precision) -> Precision:
+def wider(a: Precision, b: Precision) -> Precision:
     """Return the type that an operation on two types computes in."""
-    return first if first.unit <= second.unit else second
+    return a if a.unit <= b.unit else b
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,31 +65,31 @@ class Bounded:
         error = np.where(size == 0, 0.0, SLACK * (ulps * precision.unit * size + precision.underflow))
         return Bounded(self.low - error, self.high + error, precision)
 
-    def _operand(self, other: "Bounded | ArrayLike") -> "Bounded":
-        return other if isinstance(other, Bounded) else Bounded.exact(other, self.precision)
+    def _operand(self, operand: "Bounded | ArrayLike") -> "Bounded":
+        return operand if isinstance(operand, Bounded) else Bounded.exact(operand, self.precision)
 
     def __neg__(self) -> "Bounded":
         return Bounded(-self.high, -self.low, self.precision)
 
-    def __add__(self, other: "Bounded | ArrayLike") -> "Bounded":
-        other = self._operand(other)
-        precision = wider(self.precision, other.precision)
-        return Bounded(self.low + other.low, self.high + other.high, precision).rounded(precision)
+    def __add__(self, operand: "Bounded | ArrayLike") -> "Bounded":
+        operand = self._operand(operand)
+        precision = wider(self.precision, operand.precision)
+        return Bounded(self.low + operand.low, self.high + operand.high, precision).rounded(precision)
 
-    def __sub__(self, other: "Bounded | ArrayLike") -> "Bounded":
-        return self + -self._operand(other)
+    def __sub__(self, operand: "Bounded | ArrayLike") -> "Bounded":
+        return self + -self._operand(operand)
 
-    def __mul__(self, other: "Bounded | ArrayLike") -> "Bounded":
-        return self._between_corners(self._operand(other), np.multiply)
+    def __mul__(self, operand: "Bounded | ArrayLike") -> "Bounded":
+        return self._between_corners(self._operand(operand), np.multiply)
 
-    def __truediv__(self, other: "Bounded | ArrayLike") -> "Bounded":
+    def __truediv__(self, operand: "Bounded | ArrayLike") -> "Bounded":
         """Divide by positive numbers."""
-        return self._between_corners(self._operand(other), np.divide)
+        return self._between_corners(self._operand(operand), np.divide)
 
-    def _between_corners(self, other: "Bounded", operation: Callable[[Array, Array], Array]) -> "Bounded":
+    def _between_corners(self, operand: "Bounded", operation: Callable[[Array, Array], Array]) -> "Bounded":
         with np.errstate(divide="ignore", invalid="ignore"):
-            corners = [operation(a, b) for a in (self.low, self.high) for b in (other.low, other.high)]
-        precision = wider(self.precision, other.precision)
+            corners = [operation(a, b) for a in (self.low, self.high) for b in (operand.low, operand.high)]
+        precision = wider(self.precision, operand.precision)
         return Bounded(np.min(corners, axis=0), np.max(corners, axis=0), precision).rounded(precision)
 
     def increasing(self, function: Callable[[Array], Array], ulps: float = FUNCTION_ULPS) -> "Bounded":
@@ -106,31 +106,32 @@ class Bounded:
     def square(self) -> "Bounded":
         low, high = np.abs(self.low), np.abs(self.high)
         spans_zero = (self.low <= 0) & (self.high >= 0)
-        least = np.where(spans_zero, 0.0, np.minimum(low, high))
-        return Bounded(least**2, np.maximum(low, high) ** 2, self.precision).rounded(self.precision)
+        lowest = np.where(spans_zero, 0.0, np.minimum(low, high))
+        return Bounded(lowest**2, np.maximum(low, high) ** 2, self.precision).rounded(self.precision)
 
     def clip(self, low: float, high: float) -> "Bounded":
         # a bound of the program is itself rounded to its type
         return self.increasing(lambda values: np.clip(values, low, high), ulps=1.0)
 
-    def maximum(self, other: "Bounded | ArrayLike") -> "Bounded":
-        other = self._operand(other)
-        precision = wider(self.precision, other.precision)
-        return Bounded(np.maximum(self.low, other.low), np.maximum(self.high, other.high), precision)
+    def maximum(self, operand: "Bounded | ArrayLike") -> "Bounded":
+        operand = self._operand(operand)
+        precision = wider(self.precision, operand.precision)
+        return Bounded(np.maximum(self.low, operand.low), np.maximum(self.high, operand.high), precision)
 
-    def minimum(self, other: "Bounded | ArrayLike") -> "Bounded":
-        return -((-self).maximum(-self._operand(other)))
+    def minimum(self, operand: "Bounded | ArrayLike") -> "Bounded":
+        return -((-self).maximum(-self._operand(operand)))
 
     def where(self, condition: ArrayLike, otherwise: "Bounded | ArrayLike" = 0.0) -> "Bounded":
-        other = self._operand(otherwise)
-        precision = wider(self.precision, other.precision)
-        low, high = (np.where(condition, a, b) for a, b in ((self.low, other.low), (self.high, other.high)))
+        operand = self._operand(otherwise)
+        precision = wider(self.precision, operand.precision)
+        low = np.where(condition, self.low, operand.low)
+        high = np.where(condition, self.high, operand.high)
         return Bounded(low, high, precision)
 
-    def hull(self, other: "Bounded | ArrayLike") -> "Bounded":
+    def hull(self, operand: "Bounded | ArrayLike") -> "Bounded":
         """Return the least interval with both: the program may have taken either."""
-        other = self._operand(other)
-        return Bounded(np.minimum(self.low, other.low), np.maximum(self.high, other.high), self.precision)
+        operand = self._operand(operand)
+        return Bounded(np.minimum(self.low, operand.low), np.maximum(self.high, operand.high), self.precision)
 
     def choose(self, condition: "Trilean", otherwise: "Bounded | ArrayLike") -> "Bounded":
         """Return self where a condition surely holds, `otherwise` where it cannot, and their hull between."""
@@ -146,12 +147,12 @@ class Bounded:
         low, high = (bound.sum(axis=axis, keepdims=keepdims) for bound in (self.low, self.high))
         return Bounded(low - error, high + error, self.precision).rounded(self.precision)
 
-    def __gt__(self, other: "Bounded | ArrayLike") -> "Trilean":
-        other = self._operand(other)
-        return Trilean(self.low > other.high, self.high > other.low)
+    def __gt__(self, operand: "Bounded | ArrayLike") -> "Trilean":
+        operand = self._operand(operand)
+        return Trilean(self.low > operand.high, self.high > operand.low)
 
-    def __lt__(self, other: "Bounded | ArrayLike") -> "Trilean":
-        return self._operand(other) > self
+    def __lt__(self, operand: "Bounded | ArrayLike") -> "Trilean":
+        return self._operand(operand) > self
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,11 +162,11 @@ class Trilean:
     surely: NDArray[np.bool_]
     possibly: NDArray[np.bool_]
 
-    def __or__(self, other: "Trilean") -> "Trilean":
-        return Trilean(self.surely | other.surely, self.possibly | other.possibly)
+    def __or__(self, operand: "Trilean") -> "Trilean":
+        return Trilean(self.surely | operand.surely, self.possibly | operand.possibly)
 
-    def __and__(self, other: "Trilean") -> "Trilean":
-        return Trilean(self.surely & other.surely, self.possibly & other.possibly)
+    def __and__(self, operand: "Trilean") -> "Trilean":
+        return Trilean(self.surely & operand.surely, self.possibly & operand.possibly)
 
     def __invert__(self) -> "Trilean":
         return Trilean(~self.possibly, ~self.surely)

@@ -29,7 +29,7 @@ def audit(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Recompute one training step of any framework, and name the first wrong quantity.
+    """Recompute a step of any framework and name what is wrong first.
 
     A dump has the tensors that a loss read and wrote, and its settings. Bounds follow from their types.
 
@@ -67,9 +67,9 @@ def summary(result: "Audit") -> "RenderableType":
     titles = ("quantity", "in the dump", "recomputed", "bound", "")
     lines = [f"{len(result.checks)} quantities agree within the rounding of their types"]
     if result.first is not None:
-        seen = "" if result.seen_in == result.first else f", seen in {result.seen_in}"
+        witness = "" if result.seen_in == result.first else f", seen in {result.seen_in}"
         fits = result.fits or ("no known variant fits; the quantities above it agree",)
-        lines = [f"first difference: {result.first}{seen}", *(f"- {says}" for says in fits)]
+        lines = [f"first difference: {result.first}{witness}", *(f"- {says}" for says in fits)]
     lines += [f"not checked: {name}: {why}" for name, why in result.not_checked.items()]
     lines += [f"not in the dump: {', '.join(result.absent)}"] if result.absent else []
     table = Table(columns(*titles, numeric=titles[1:4]), rows)

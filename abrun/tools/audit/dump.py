@@ -21,9 +21,9 @@ def write_dump(
     from safetensors.torch import save_file
 
     header = {"format": FORMAT, "algorithm": algorithm, "settings": settings, "metrics": metrics or {}}
-    kept = {
+    saved = {
         name: tensor.detach().cpu().contiguous().clone()
         for name, tensor in tensors.items()
         if tensor is not None
     }
-    save_file(kept, path, metadata={KEY: json.dumps(dict(header), default=float)})
+    save_file(saved, path, metadata={KEY: json.dumps(dict(header), default=float)})

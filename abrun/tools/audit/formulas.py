@@ -85,12 +85,12 @@ class Formulas:
 
     def rewards(self) -> Bounded:  # [B]
         if "reward_parts" in self.dump.tensors:
-            parts, weights = self.tensor("reward_parts"), self.settings.reward_weights
-            if weights is not None and len(weights) != parts.low.shape[1]:
+            columns, weights = self.tensor("reward_parts"), self.settings.reward_weights
+            if weights is not None and len(weights) != columns.low.shape[1]:
                 raise Lacking(
-                    f"reward_weights has {len(weights)} values for {parts.low.shape[1]} reward_parts"
+                    f"reward_weights has {len(weights)} values for {columns.low.shape[1]} reward_parts"
                 )
-            total = (parts if weights is None else parts * np.array(weights)).sum(axis=1)
+            total = (columns if weights is None else columns * np.array(weights)).sum(axis=1)
         elif "token_rewards" not in self.dump.tensors:
             raise Lacking("the dump has neither rewards nor their parts")
         else:
@@ -124,9 +124,9 @@ class Formulas:
     def _groups(self, is_whole_batch: bool) -> tuple[Bounded, Flags]:
         """Return the rewards [1, N] of the batch, and which of them each row is compared with [B, N]."""
         has_batch = "batch_rewards" in self.dump.tensors
-        everyone = self.tensor("batch_rewards") if has_batch else self.value("rewards")
+        all_rewards = self.tensor("batch_rewards") if has_batch else self.value("rewards")
         if is_whole_batch:
-            return everyone[None], np.ones((len(self.mask), len(everyone.low)), bool)
+            return all_rewards[None], np.ones((len(self.mask), len(all_rewards.low)), bool)
         groups = self.tensor("group_ids").low
         all_groups = self.tensor("batch_group_ids").low if has_batch else groups
         if self.has("misgrouped"):
@@ -135,34 +135,34 @@ class Formulas:
         size = self.settings.group_size
         if size is not None and (members.sum(axis=1) != size).any():
             raise Lacking(f"groups have other than {size} rewards, so the dump needs batch_rewards")
-        return everyone[None], members
+        return all_rewards[None], members
 
     def baseline(self) -> Bounded:  # [B]
-        kind, own = self.settings.baseline, self.value("rewards")
+        kind, reward = self.settings.baseline, self.value("rewards")
         if kind == "none":
-            return own * 0.0
-        everyone, members = self._groups(kind == "batch_mean")
+            return reward * 0.0
+        all_rewards, members = self._groups(kind == "batch_mean")
         if self.has("baseline_of_first"):
-            return everyone.where(members & (members.cumsum(axis=1) == 1)).sum(axis=1)
-        count, total = np.maximum(members.sum(axis=1), 1), everyone.where(members).sum(axis=1)
+            return all_rewards.where(members & (members.cumsum(axis=1) == 1)).sum(axis=1)
+        count, total = np.maximum(members.sum(axis=1), 1), all_rewards.where(members).sum(axis=1)
         if kind == "leave_one_out":
-            return ((total - own) / np.maximum(count - 1, 1)).where(count > 1, own)
+            return ((total - reward) / np.maximum(count - 1, 1)).where(count > 1, reward)
         return total / count
 
     def _spread(self) -> tuple[Bounded, Flags]:
         """Return the standard deviation [B] that advantages are divided by, and where it is exactly 0."""
         kind = self.settings.advantage_std
-        everyone, members = self._groups(kind == "batch")
+        all_rewards, members = self._groups(kind == "batch")
         if kind == "leave_one_out":  # without one reward of the group that equals the row's own
-            equal = members & (everyone.low == self.value("rewards").low[:, None])
+            equal = members & (all_rewards.low == self.value("rewards").low[:, None])
             members = members & ~(equal & (equal.cumsum(axis=1) == 1))
-        largest, smallest = (np.where(members, everyone.low, edge) for edge in (-np.inf, np.inf))
+        largest, smallest = (np.where(members, all_rewards.low, edge) for edge in (-np.inf, np.inf))
         is_zero = largest.max(axis=1) <= smallest.min(axis=1)
-        everyone, count = everyone.where(members), np.maximum(members.sum(axis=1), 1)
-        deviations = (everyone - (everyone.sum(axis=1) / count)[:, None]).where(members)
+        all_rewards, count = all_rewards.where(members), np.maximum(members.sum(axis=1), 1)
+        deviations = (all_rewards - (all_rewards.sum(axis=1) / count)[:, None]).where(members)
         variance = deviations.square().sum(axis=1) / np.maximum(count - self.settings.std_ddof, 1)
         # a program may compute E[R^2] - E[R]^2, whose rounding is that of the squares
-        variance = variance.rounded(variance.precision, 4.0, scale=(everyone.high**2).sum(axis=1) / count)
+        variance = variance.rounded(variance.precision, 4.0, scale=(all_rewards.high**2).sum(axis=1) / count)
         return variance.sqrt().where(~is_zero), is_zero
 
     def advantages(self) -> Bounded:  # [B, 1] or [B, T]

@@ -137,8 +137,8 @@ def _check_shapes(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
         for letter, length in zip(letters, shape, strict=False):
             agrees &= length == lengths.setdefault(letter, (length, name))[0] > 0
         if not agrees:
-            known = ", ".join(f"{letter} is {length} in {of}" for letter, (length, of) in lengths.items())
-            raise StoreError(f"{path}: {name}: shape {[*shape]}; give [{', '.join(letters)}] ({known:.120})")
+            sizes = ", ".join(f"{letter} is {length} in {of}" for letter, (length, of) in lengths.items())
+            raise StoreError(f"{path}: {name}: shape {[*shape]}; give [{', '.join(letters)}] ({sizes:.120})")
 
 
 def _check_values(path: Path, tensors: Mapping[str, Array]) -> None:

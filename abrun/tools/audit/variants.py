@@ -15,9 +15,9 @@ class Variant:
     settings: Mapping[str, Any] = field(default_factory=dict)
     quirks: frozenset[str] = frozenset()
 
-    def __or__(self, other: "Variant") -> "Variant":
-        says, settings = f"{self.says}; and {other.says}", {**self.settings, **other.settings}
-        return Variant(self.quantity, says, settings, self.quirks | other.quirks)
+    def __or__(self, variant: "Variant") -> "Variant":
+        says, settings = f"{self.says}; and {variant.says}", {**self.settings, **variant.settings}
+        return Variant(self.quantity, says, settings, self.quirks | variant.quirks)
 
 
 # Quantity, then the values of a setting, or a quirk of the formulas and its words. In order of dependence
@@ -125,7 +125,7 @@ def _normalizers(settings: Settings) -> Iterator[Variant]:
         factors.setdefault(factor, " and ".join(words))
     factors.setdefault(1 / settings.loss_scale, f"without its loss_scale of {settings.loss_scale:g}")
     scopes = (False, True) if settings.num_tokens or settings.num_sequences else (False,)
-    found: list[tuple[int, Variant]] = []
+    ranked: list[tuple[int, Variant]] = []
     for aggregation, is_own, (factor, words) in product(AGGREGATIONS, scopes, factors.items()):
         says, changes = [], {"aggregation": aggregation, "loss_scale": settings.loss_scale * factor}
         if aggregation != settings.aggregation:
@@ -137,5 +137,5 @@ def _normalizers(settings: Settings) -> Iterator[Variant]:
         if factor != 1:
             says.append(f"the loss is {words}")
         if says:
-            found.append((len(says), Variant("token_weights", "; ".join(says), changes)))
-    yield from (variant for _, variant in sorted(found, key=lambda counted: counted[0]))
+            ranked.append((len(says), Variant("token_weights", "; ".join(says), changes)))
+    yield from (variant for _, variant in sorted(ranked, key=lambda counted: counted[0]))
