@@ -104,8 +104,7 @@ def compare(dump: Dump, name: str, expected: Bounded) -> Check:
 
 def explain(dump: Dump, witness: str, names: list[str]) -> list[Variant]:
     """Return the variants under which a quantity fits and, of these, as many others as possible."""
-    usual = recompute(Formulas(dump), witness).low
-    tried = []
+    usual, tried = recompute(Formulas(dump), witness).low, []
     for variant in sorted(variants(dump.settings), key=lambda variant: QUANTITIES.index(variant.quantity)):
         outcome = _outcome(dump, variant, witness)
         if outcome is not None and not np.array_equal(outcome.low, usual, equal_nan=True):
@@ -117,8 +116,8 @@ def explain(dump: Dump, witness: str, names: list[str]) -> list[Variant]:
     later = names[min(names.index(name) for name in (witness, "loss") if name in names) :]
     scores = [sum(_fits(dump, variant, name) for name in later) for variant in fitting]
     best = [variant for variant, score in zip(fitting, scores, strict=True) if score == max(scores)]
-    longer = {b.says for a, b in permutations(best, 2) if b.says.startswith(f"{a.says};")}
-    return [variant for variant in best if variant.says not in longer]
+    longer = [b for a, b in permutations(best, 2) if b.says.startswith(f"{a.says};")]
+    return [variant for variant in best if variant not in longer]
 
 
 def _outcome(dump: Dump, variant: Variant, name: str) -> Bounded | None:
