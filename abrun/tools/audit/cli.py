@@ -29,7 +29,7 @@ def audit(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Recompute a step of any framework and name what is wrong first.
+    """Recompute a step of any framework; name its first error.
 
     A dump has the tensors that a loss read and wrote, and its settings. Bounds follow from their types.
 
