@@ -76,6 +76,7 @@ COMMANDS: dict[str, list[Command]] = {
     ],
     "faults run": [lambda name: [f"{name}.yaml"]],
     "memory-profile": [lambda name: [f"{name}.yaml"]],
+    "audit": [lambda name: [f"nowhere/{name}"]],
     "logprob-diff": [lambda name: [f"nowhere/{name}"]],
     "trace": [lambda name: [f"{name}.yaml"]],
     "doctor": [lambda name: []],
