@@ -7,33 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from abrun.cli import arguments
 from abrun.cli.app import app, console, print_error, print_json, survive_output_errors
-from abrun.cli.arguments import (
-    Detach,
-    DeviceMemory,
-    DryRun,
-    DryRunJson,
-    ExitZero,
-    Experiment,
-    Jobs,
-    Json,
-    Launcher,
-    MaxSeeds,
-    Name,
-    NewSeeds,
-    NoCompare,
-    Overrides,
-    PlanOnly,
-    RecipeFile,
-    Resume,
-    RunFolder,
-    RunsDir,
-    TakeOver,
-    UntilDecided,
-    add_seeds,
-    complete_experiment,
-    typed_command,
-)
+from abrun.cli.arguments import add_seeds, complete_experiment, typed_command
 from abrun.errors import RecipeError, StoreError
 from abrun.runs.redaction import display_safe
 
@@ -49,24 +25,24 @@ if TYPE_CHECKING:
 @app.command()
 @survive_output_errors
 def launch(
-    recipe: RecipeFile,
-    overrides: Overrides = None,
-    seeds: NewSeeds = None,
-    jobs: Jobs = None,
-    launcher: Launcher = None,
-    runs_dir: RunsDir = Path("runs"),
-    name: Name = None,
-    dry_run: DryRun = False,
-    plan_only: PlanOnly = False,
-    resume: Resume = False,
-    detach: Detach = False,
-    take_over: TakeOver = False,
-    no_compare: NoCompare = False,
-    until_decided: UntilDecided = False,
-    max_seeds: MaxSeeds = None,
-    device_memory: DeviceMemory = None,
-    exit_zero: ExitZero = False,
-    as_json: DryRunJson = False,
+    recipe: arguments.RecipeFile,
+    overrides: arguments.Overrides = None,
+    seeds: arguments.NewSeeds = None,
+    jobs: arguments.Jobs = None,
+    launcher: arguments.Launcher = None,
+    runs_dir: arguments.RunsDir = Path("runs"),
+    name: arguments.Name = None,
+    dry_run: arguments.DryRun = False,
+    plan_only: arguments.PlanOnly = False,
+    resume: arguments.Resume = False,
+    detach: arguments.Detach = False,
+    take_over: arguments.TakeOver = False,
+    no_compare: arguments.NoCompare = False,
+    until_decided: arguments.UntilDecided = False,
+    max_seeds: arguments.MaxSeeds = None,
+    device_memory: arguments.DeviceMemory = None,
+    exit_zero: arguments.ExitZero = False,
+    as_json: arguments.DryRunJson = False,
 ) -> None:
     """Train all arms and seeds of a recipe, then judge them.
 
@@ -114,7 +90,7 @@ def launch(
 
 
 @app.command()
-def watch(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None:
+def watch(experiment: arguments.Experiment, runs_dir: arguments.RunsDir = Path("runs")) -> None:
     """Follow an experiment from another shell, host or cluster.
 
     Examples:
@@ -135,8 +111,8 @@ def status(
             help="Experiment: a path or a name; default: all.", autocompletion=complete_experiment
         ),
     ] = None,
-    as_json: Json = False,
-    runs_dir: RunsDir = Path("runs"),
+    as_json: arguments.Json = False,
+    runs_dir: arguments.RunsDir = Path("runs"),
 ) -> None:
     """Show the state of all experiments, or of one and its runs.
 
@@ -163,7 +139,7 @@ def status(
 
 @app.command()
 @survive_output_errors
-def stop(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None:
+def stop(experiment: arguments.Experiment, runs_dir: arguments.RunsDir = Path("runs")) -> None:
     """Stop an experiment: its runs save a checkpoint and exit.
 
     Jobs that wait in a cluster's queue are cancelled.
@@ -179,9 +155,9 @@ def stop(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None:
 
 @app.command()
 def logs(
-    run: RunFolder,
+    run: arguments.RunFolder,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing until the run ends.")] = False,
-    runs_dir: RunsDir = Path("runs"),
+    runs_dir: arguments.RunsDir = Path("runs"),
 ) -> None:
     """Print a run's log, or its error if the log is empty.
 
@@ -199,12 +175,12 @@ def logs(
 
 @app.command()
 def completions(
-    run: RunFolder,
+    run: arguments.RunFolder,
     step: Annotated[int | None, typer.Option(min=1, help="Only this step.")] = None,
     against: Annotated[
         str | None, typer.Option(help="Another run to show side by side for the same prompts.")
     ] = None,
-    runs_dir: RunsDir = Path("runs"),
+    runs_dir: arguments.RunsDir = Path("runs"),
 ) -> None:
     """Show a run's completions, alone or beside another run's.
 
@@ -231,7 +207,7 @@ def completions(
 
 @app.command()
 @survive_output_errors
-def wandb_sync(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None:
+def wandb_sync(experiment: arguments.Experiment, runs_dir: arguments.RunsDir = Path("runs")) -> None:
     """Upload data that wandb lacks, such as offline runs.
 
     Examples:

@@ -11,43 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from abrun.cli import arguments
 from abrun.cli.app import add_group, app, console, print_error, print_json, survive_output_errors
 from abrun.cli.arguments import (
     MAX_SEEDS,
-    Aliases,
-    AllowInconclusive,
-    Alpha,
-    ArmsBy,
-    Baseline,
-    Claims,
-    DeviceMemory,
-    Exclude,
-    Experiment,
-    Group,
-    Interim,
-    Jobs,
-    Json,
-    Launcher,
-    NewSeeds,
-    NoStepOne,
-    OptionalSources,
-    Overrides,
-    Pattern,
-    RecipeFile,
-    Reference,
-    ReferenceArm,
-    ReportFolder,
-    Require,
-    Resume,
-    RunsDir,
-    Seeds,
-    SeedsBy,
-    Sources,
-    StepColumn,
-    ToWandb,
-    Unpaired,
-    Verbose,
-    VersionsDiffer,
     add_seeds,
     make_reading,
     option_text,
@@ -100,35 +67,35 @@ Rerun = Annotated[
 @app.command()
 @survive_output_errors
 def compare(
-    sources: OptionalSources = None,
-    claim: Claims = None,
-    alpha: Alpha = None,
-    require: Require = None,
-    reference: Reference = None,
-    arm: ReferenceArm = None,
-    baseline: Baseline = None,
-    pattern: Pattern = None,
-    arms_by: ArmsBy = None,
-    seeds_by: SeedsBy = None,
+    sources: arguments.OptionalSources = None,
+    claim: arguments.Claims = None,
+    alpha: arguments.Alpha = None,
+    require: arguments.Require = None,
+    reference: arguments.Reference = None,
+    arm: arguments.ReferenceArm = None,
+    baseline: arguments.Baseline = None,
+    pattern: arguments.Pattern = None,
+    arms_by: arguments.ArmsBy = None,
+    seeds_by: arguments.SeedsBy = None,
     list_runs: Annotated[bool, typer.Option("--list", help="Only list the runs: who is who.")] = False,
-    group: Group = None,
-    alias: Aliases = None,
-    step_column: StepColumn = None,
-    seeds: Seeds = None,
-    exclude: Exclude = None,
-    versions_differ: VersionsDiffer = False,
-    unpaired: Unpaired = False,
-    interim: Interim = None,
-    no_step_one: NoStepOne = False,
+    group: arguments.Group = None,
+    alias: arguments.Aliases = None,
+    step_column: arguments.StepColumn = None,
+    seeds: arguments.Seeds = None,
+    exclude: arguments.Exclude = None,
+    versions_differ: arguments.VersionsDiffer = False,
+    unpaired: arguments.Unpaired = False,
+    interim: arguments.Interim = None,
+    no_step_one: arguments.NoStepOne = False,
     fleet: FleetFolder = None,
     before: Before = None,
     rerun: Rerun = None,
-    output: ReportFolder = None,
-    allow_inconclusive: AllowInconclusive = False,
-    wandb: ToWandb = False,
-    verbose: Verbose = False,
-    as_json: Json = False,
-    runs_dir: RunsDir = Path("runs"),
+    output: arguments.ReportFolder = None,
+    allow_inconclusive: arguments.AllowInconclusive = False,
+    wandb: arguments.ToWandb = False,
+    verbose: arguments.Verbose = False,
+    as_json: arguments.Json = False,
+    runs_dir: arguments.RunsDir = Path("runs"),
 ) -> None:
     """Judge whether the arms converge the same way.
 
@@ -272,18 +239,18 @@ ChainOnly = Annotated[
 @references.command()
 @survive_output_errors
 def save(
-    sources: Sources,
+    sources: arguments.Sources,
     output: Annotated[Path, typer.Option("--output", "-o", help="Reference file to write.")],
     arm: Annotated[str | None, typer.Option(help="Arm to save; default: the baseline.")] = None,
-    claim: Claims = None,
-    baseline: Baseline = None,
-    pattern: Pattern = None,
-    group: Group = None,
-    alias: Aliases = None,
-    step_column: StepColumn = None,
-    seeds: Seeds = None,
-    exclude: Exclude = None,
-    runs_dir: RunsDir = Path("runs"),
+    claim: arguments.Claims = None,
+    baseline: arguments.Baseline = None,
+    pattern: arguments.Pattern = None,
+    group: arguments.Group = None,
+    alias: arguments.Aliases = None,
+    step_column: arguments.StepColumn = None,
+    seeds: arguments.Seeds = None,
+    exclude: arguments.Exclude = None,
+    runs_dir: arguments.RunsDir = Path("runs"),
     budget: Budget = None,
     chain_alone: ChainOnly = False,
 ) -> None:
@@ -357,7 +324,7 @@ def show_reference(reference: ReferenceFile) -> None:
 @survive_output_errors
 def add(
     reference: ReferenceFile,
-    experiment: Experiment,
+    experiment: arguments.Experiment,
     arm: Annotated[str | None, typer.Option(help="Treatment to add; required if there are several.")] = None,
     tried: Annotated[
         int,
@@ -368,7 +335,7 @@ def add(
             "correction).",
         ),
     ] = 1,
-    runs_dir: RunsDir = Path("runs"),
+    runs_dir: arguments.RunsDir = Path("runs"),
 ) -> None:
     """Record an accepted change in the ledger of a reference.
 
@@ -426,7 +393,7 @@ PlannedSeeds = Annotated[
 @app.command()
 def power(
     recipe: PlannedRecipe = None,
-    overrides: Overrides = None,
+    overrides: arguments.Overrides = None,
     earlier: Earlier = None,
     sigma: Annotated[
         float | None, typer.Option(min=0, help="Standard deviation of one arm over seeds, for every claim.")
@@ -439,8 +406,8 @@ def power(
         float | None,
         typer.Option(min=0, help="GPU hours of one run; default: the recorded ones of the --from runs."),
     ] = None,
-    as_json: Json = False,
-    runs_dir: RunsDir = Path("runs"),
+    as_json: arguments.Json = False,
+    runs_dir: arguments.RunsDir = Path("runs"),
 ) -> None:
     """Estimate the power, and the seeds that the margins need.
 
@@ -583,23 +550,23 @@ def show_fault(
 @faults.command("run")
 @survive_output_errors
 def run_faults(
-    recipe: RecipeFile,
-    overrides: Overrides = None,
+    recipe: arguments.RecipeFile,
+    overrides: arguments.Overrides = None,
     names: Annotated[
         str | None,
         typer.Option(
             "--faults", help="Comma-separated NAME or NAME:SIZE; default: all that the recipe can inject."
         ),
     ] = None,
-    seeds: NewSeeds = None,
-    launcher: Launcher = None,
-    jobs: Jobs = None,
-    runs_dir: RunsDir = Path("runs"),
+    seeds: arguments.NewSeeds = None,
+    launcher: arguments.Launcher = None,
+    jobs: arguments.Jobs = None,
+    runs_dir: arguments.RunsDir = Path("runs"),
     name: Annotated[
         str | None, typer.Option(help="Folder of the experiment; default: <recipe name>-sensitivity.")
     ] = None,
-    resume: Resume = False,
-    device_memory: DeviceMemory = None,
+    resume: arguments.Resume = False,
+    device_memory: arguments.DeviceMemory = None,
 ) -> None:
     """Find which faults a recipe's comparison would catch.
 
