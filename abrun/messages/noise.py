@@ -22,16 +22,14 @@ def _window(steps: Sequence[int] | None) -> str:
 
 
 def _normal_gap(metric, transform, arm, gap, level) -> str:
-    has_share = transform == "identity" and gap < abs(level)
-    share = f" ({_percent(gap / abs(level))} of the level)" if has_share else ""
+    share = ""
+    if transform == "identity" and gap < abs(level):
+        percent = 100 * gap / abs(level)
+        share = f" ({percent:{'.0f' if percent >= 10 else '.2g'}} % of the level)"
     return (
         f"two runs of {arm} differ by up to {gap:.3g}{difference_unit(transform)}{share} in {metric} by "
         "their seeds alone; only a larger gap is unusual (95 %)"
     )
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.2g} %"
 
 
 def _pairs_show(counts: Sequence[int], differences: Sequence[float]) -> str:

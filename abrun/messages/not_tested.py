@@ -32,10 +32,6 @@ def _step_one_not_settled(
     )
 
 
-def _no_reruns(has_recipe: bool) -> str:
-    return f"divergence against the noise floor: no A/A reruns ({how_to_rerun(has_recipe)})"
-
-
 def _rare_failures(num_runs: int, paired: bool, rate: float) -> str:
     runs = f"{num_runs} {'seed' if paired else 'treatment run'}{'s' * (num_runs != 1)}"
     return (
@@ -65,7 +61,9 @@ NOT_TESTED: dict[Code, Message] = {
     Code.REFERENCE_SEEDS_UNUSED: "{seeds:plural seed} {seeds:list} of the reference: without a later run",
     Code.ULP_RUN_NOT_FINISHED: "growth of a one-ULP perturbation: {run} did not finish ({why}); launch with "
     "--resume",
-    Code.NO_RERUNS: _no_reruns,
+    Code.NO_RERUNS: lambda has_recipe: (
+        f"divergence against the noise floor: no A/A reruns ({how_to_rerun(has_recipe)})"
+    ),
     Code.LEARNING_NOT_RECORDED: "whether the baseline learned: no reward, accuracy or supervised loss is "
     "recorded",
     Code.RARE_FAILURES: _rare_failures,
