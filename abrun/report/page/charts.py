@@ -66,8 +66,11 @@ def chart_json(
     rows = ChartRows(panel.steps)
     runs = [run for run in experiment.runs.values() if len(run.series(metric))]
     notes = [*_thinned_lines_notes(panel), *_gap_notes(runs, metric)]
+    curves = {curve.arm: curve for curve in panel.curves}
     for arm in experiment.arms:
-        notes += [note for curve in panel.curves if curve.arm == arm for note in _coverage_notes(curve)]
+        if (curve := curves.get(arm)) and len(curve.steps) < curve.num_steps:
+            covered = f"the {len(curve.steps)} of {curve.num_steps} steps that all its runs recorded"
+            notes.append(f"{arm}: mean and band cover {covered}")
         notes += _missing_run_notes(experiment, arm, metric)
     omitted = [f"and {len(notes) - MAX_NOTES} more such notes"] * (len(notes) > MAX_NOTES)
     return {
@@ -193,9 +196,3 @@ def _missing_run_notes(experiment: RecordedExperiment, arm: str, metric: str) ->
         if not run.finished and len(run.series(metric)):
             last_step = run.series(metric).steps[-1]
             yield f"{run}: {run.status} after step {last_step}; drawn dotted, excluded from the mean"
-
-
-def _coverage_notes(curve: Curve) -> Iterator[str]:
-    num_steps, shared = curve.num_steps, len(curve.steps)
-    if shared < num_steps:
-        yield f"{curve.arm}: mean and band cover the {shared} of {num_steps} steps that all its runs recorded"
