@@ -175,9 +175,8 @@ def _issue_url(fault: Fault) -> str:
 
 
 def _name_with_size(fault: Evidence) -> str:
-    return (
-        fault["fault"] if fault["size"] is None else f"{fault['fault']} ({fault['size']:g} {fault['unit']})"
-    )
+    size = "" if fault["size"] is None else f" ({fault['size']:g} {fault['unit']})"
+    return fault["fault"] + size
 
 
 def _caught_by_text(fault: Evidence) -> str:
