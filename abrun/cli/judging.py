@@ -150,7 +150,7 @@ def compare(
 
 def _print(comparison: "Comparison", *, verbose: bool, as_json: bool) -> None:
     if as_json:
-        steps = [{**step.as_json(), "argv": shlex.split(step.command)} for step in comparison.next_steps]
+        steps = [{**asdict(step), "argv": shlex.split(step.command)} for step in comparison.next_steps]
         print_json({**comparison.as_json(), "next": steps})
     else:
         console().print(comparison.summary(verbose=verbose))

@@ -4,7 +4,7 @@ import math
 import re
 import shlex
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -48,9 +48,6 @@ class NextStep:
 
     text: str
     command: str
-
-    def as_json(self) -> dict[str, str]:
-        return asdict(self)
 
 
 def next_steps(
