@@ -4,7 +4,7 @@ import json
 import math
 import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -135,36 +135,39 @@ def compare(
     if not sources:
         raise RecipeError("compare: got no runs; give an experiment or folders of runs, or --fleet FOLDER")
     if list_runs:
-        _list_runs(sources, reading)
+        return _list_runs(sources, reading)
     if wandb and output is None:
         raise RecipeError("--wandb requires --output FOLDER, whose report it uploads; add it")
     judging = {"claims": parse_claims(claim), "alpha": alpha, "require": parse_require(require)}
     judging |= {"reference": reference, "arm": arm, "step_one": not no_step_one}
     comparison = compare_sources(sources, reading, **judging, output=output, command=typed_command())
-    _print(comparison, verbose=verbose, as_json=as_json)
+    if as_json:
+        steps = [{**asdict(step), "argv": shlex.split(step.command)} for step in comparison.next_steps]
+        print_json({**comparison.as_json(), "next": steps})
+    else:
+        console().print(comparison.summary(verbose=verbose))
     if wandb:
         _upload(comparison, sources, runs_dir)
     code = comparison.exit_code
     raise typer.Exit(0 if allow_inconclusive and comparison.verdict == "INCONCLUSIVE" else code)
 
 
-def _print(comparison: "Comparison", *, verbose: bool, as_json: bool) -> None:
-    if as_json:
-        steps = [{**asdict(step), "argv": shlex.split(step.command)} for step in comparison.next_steps]
-        print_json({**comparison.as_json(), "next": steps})
-    else:
-        console().print(comparison.summary(verbose=verbose))
-
-
-def _list_runs(sources: Sequence[str], reading: "ReadingOptions") -> NoReturn:
-    """Print which run is whose, and exit: 2 if arms or seeds cannot be told."""
+def _list_runs(sources: list[str], reading: "ReadingOptions") -> None:
+    """Print which run is whose. Raises RecipeError if arms or seeds cannot be told."""
     from abrun.report.run_list import list_runs
 
     table, problem = list_runs(sources, reading)
     console().print(table)
     if problem:
         raise RecipeError(problem)
-    raise typer.Exit(0)
+
+
+def _upload(comparison: "Comparison", sources: list[str], runs_dir: Path) -> None:
+    from abrun.logs.recorded.sources import find_stored_experiment
+    from abrun.wandb_sync.report import upload_report
+
+    experiment_dir = find_stored_experiment(sources, runs_dir)
+    print(display_safe(upload_report(comparison.content, comparison.files, experiment_dir)))
 
 
 def _judge_fleet(
@@ -190,14 +193,6 @@ def _judge_fleet(
         console().print(fleet.render_terminal(judged, page and str(page)))
     code = judged.exit_code
     raise typer.Exit(0 if allow_open and code == fleet.EXIT_CODES["open"] else code)
-
-
-def _upload(comparison: "Comparison", sources: Sequence[str], runs_dir: Path) -> None:
-    from abrun.logs.recorded.sources import find_stored_experiment
-    from abrun.wandb_sync.report import upload_report
-
-    experiment_dir = find_stored_experiment(sources, runs_dir)
-    print(display_safe(upload_report(comparison.content, comparison.files, experiment_dir)))
 
 
 # --- references ---
@@ -279,28 +274,17 @@ def save(
         experiment, frozen, budget, chain_alone=chain_alone, experiment_dir=directory
     )
     replaced = freeze_arm(experiment, frozen, output, begin_ledger=new_ledger)
-    text = _reference_text(experiment, frozen, output, budget, replaced.name if replaced else None)
-    reading_options = option_text(
-        {"--pattern": [pattern], "--alias": alias or [], "--step-column": [step_column]}
-    )
-    console().say(
-        f"{text}; compare later runs with: abrun compare NEW --reference {shlex.quote(str(output))}"
-        f"{reading_options}"
-    )
-
-
-def _reference_text(
-    experiment: "RecordedExperiment", arm: str, output: Path, budget: str | None, replaced: str | None
-) -> str:
-    """Return a description of the reference file."""
-    text = f"{output}: {len(experiment.arm(arm))} seeds of {arm}"
+    text = f"{output}: {len(experiment.arm(frozen))} seeds of {frozen}"
     if not experiment.compare.claims:
         text += ", without a claim (--claim METRIC:WINDOW:MARGIN keeps one)"
     if budget is not None:
         text += f", with a ledger of changes (abrun reference show {output})"
-    if replaced is not None:
-        text += f", in place of the reference {replaced}"
-    return text + "".join(f"; {sentence(reason)}" for reason in experiment.left_out)
+    if replaced:
+        text += f", in place of the reference {replaced.name}"
+    text += "".join(f"; {sentence(reason)}" for reason in experiment.left_out)
+    command = f"abrun compare NEW --reference {shlex.quote(str(output))}"
+    reread = option_text({"--pattern": [pattern], "--alias": alias or [], "--step-column": [step_column]})
+    console().say(f"{text}; compare later runs with: {command}{reread}")
 
 
 ReferenceFile = Annotated[Path, typer.Argument(help="Reference, written by abrun reference save.")]
@@ -435,9 +419,8 @@ def power(
     planned = recipe or experiment_dir
     if planned is None:
         raise RecipeError("power: recipe missing; pass one, or --from EXPERIMENT to reuse its recipe")
-    assumed_command = (
-        f"abrun power {shlex.quote(str(planned))}{option_text({'--set': overrides or []})} --sigma X"
-    )
+    typed = f"{shlex.quote(str(planned))}{option_text({'--set': overrides or []})}"
+    assumed_command = f"abrun power {typed} --sigma X"
     loaded = load_recipe(planned, overrides or [])
     loaded = declare_noise(loaded, experiment_dir.parent / "-" if experiment_dir else runs_dir / "-")
     if max_seeds is not None:
