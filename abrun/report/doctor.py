@@ -18,7 +18,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from abrun.experiment.preflight.checks import TRAINER_PACKAGES
-from abrun.experiment.preflight.machine import Machine, this_machine
+from abrun.experiment.preflight.machine import Machine, cpu_name, this_machine
 from abrun.experiment.preflight.settings import Packages, setting_refusal
 from abrun.messages import sentence
 from abrun.messages.codes import Reason, in_words
@@ -118,7 +118,7 @@ def diagnosis_of(machine: Machine, gpus: tuple[Gpu, ...], imported: Mapping[str,
     untested = (untested_version(name, packages.get(name)) for name in TRAINER_PACKAGES)
     return Diagnosis(
         python=platform.python_version(),
-        processor=_read_processor_name(),
+        processor=cpu_name(),
         cores=machine.cores,
         gpus=gpus,
         versions={name: packages.get(name) for name in PACKAGES},
@@ -210,12 +210,3 @@ def read_gpus(listed: str) -> tuple[Gpu, ...]:
         for row in rows
         if len(row) == len(QUERY)
     )
-
-
-def _read_processor_name() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
-            named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    except OSError:
-        named = []
-    return named[0] if named else platform.machine()
