@@ -171,6 +171,8 @@ class Claim(Section):
                 f"got {fields[0]}: {getattr(self, fields[0])} for {DIVERGENCE_RATE!r}; allowed: below, "
                 "not_worse or better with a share of the runs below 1, such as '5%'"
             )
+        if self.metric == DIVERGENCE_RATE and self.higher_is_better:
+            raise FieldError(f"got 'higher is better' for {DIVERGENCE_RATE!r}, where lower is; drop it")
         is_distance = isinstance(self.below, float | int) and self.below > 0
         if self.metric == FINAL_WEIGHTS and not (self.exact or is_distance):
             raise FieldError(

@@ -129,6 +129,15 @@ class Facts:
         return any(claim.problem for claim in self.content.claims)
 
     @cached_property
+    def runs_of_a_spread(self) -> int | None:
+        """The pairs that the untested claims on a spread need, if there are fewer; None: no such claims."""
+        for claim in self.content.claims:
+            num_runs = min(claim.claim.num_runs or [claim.claim.num_pairs])
+            if claim.problem and claim.problem.code == Code.SPREAD_NOT_SHOWN:
+                return claim.problem["needed"] if num_runs < claim.problem["needed"] else None
+        return None
+
+    @cached_property
     def undecided_claims(self) -> list[ClaimResult]:
         """Undecided claims that more pairs decide; other runs than abrun's own may lack an estimate."""
         claims = [claim for claim in self.content.claims if claim.result == "undecided"]

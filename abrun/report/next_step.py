@@ -141,6 +141,10 @@ def while_open(facts: Facts) -> Iterator[NextStep]:
         text = "An interim analysis is still to come: let its pairs finish"
         yield NextStep(text, resume_launch(experiment))
         return
+    if needed := facts.runs_of_a_spread:
+        text = f"Test the spread on fresh seeds: it needs at least {needed} pairs"
+        yield on_fresh_seeds(text, experiment, needed)
+        return
     if facts.has_untestable_claims:
         yield train_longer(experiment, " (see the reasons)")
     if facts.arms_with_open_checks and facts.is_float32_conclusive:
@@ -217,6 +221,10 @@ def while_open_of_others(facts: Facts) -> Iterator[NextStep]:
     """Suggest fresh runs: repeating a test on the same runs inflates its error rate."""
     yield from settle_step_one(facts)
     content, described = facts.content, facts.content.select("description")
+    if needed := facts.runs_of_a_spread:
+        unit = sample_unit(paired=content.paired)
+        yield NextStep(f"Train more, for at least {needed} {unit}, then compare again", COMPARE)
+        return
     if content.select("new run") and not facts.waiting_arms:
         yield NextStep("For a verdict, train at least two more runs of the arm that has one", COMPARE)
         return

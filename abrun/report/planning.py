@@ -275,7 +275,9 @@ class PowerPlan:
             for priced in self.windows(plan)
         ]
         if len(rows) > 1:
-            numbers = ("sd of a difference", "80 % power at", "GPU hours")
+            configs = (run.config or {} for run in self.earlier.runs.values()) if self.earlier else ()
+            has_gpus = any(config.get("cluster.gpus_per_node") for config in configs)
+            numbers = ("sd of a difference", "80 % power at", "GPU hours" if has_gpus else "hours")
             yield Text(f"\n{plan.claim.metric}: what other windows would need", style="bold")
             yield Table(columns("window", "flat", *numbers, numeric=numbers), rows)
             if rows[0][1] == "yes" and self.windows(plan)[0].pairs_needed:

@@ -106,6 +106,14 @@ class WatchedRun:
         return max(self.state.step, self.latest.get("step", 0))
 
     @property
+    def ended_s(self) -> float | None:
+        """Time of the end of a run that has ended, or of its last step; None if unknown."""
+        last_s = self.latest.get("time_s")
+        if self.state.status not in ("finished", "failed", "interrupted"):
+            return None
+        return self.state.ended_s or (last_s if isinstance(last_s, float) else None)
+
+    @property
     def elapsed_s(self) -> float | None:
         """Seconds from the last start to now, or to the last step of an ended run; None if unknown."""
         if self.state.started_s is None:
