@@ -88,15 +88,12 @@ class Experiment:
     @cached_property
     def runs(self) -> "pandas.DataFrame":
         """Return one row per run: arm, seed, rerun, status, last_step, place."""
-        rows = [
-            {
-                **asdict(run.name),
-                "status": run.status,
-                "last_step": int(run.steps[-1]) if len(run.steps) else 0,
-                "place": run.place,
-            }
-            for run in self.recorded.runs.values()
-        ]
+        rows = []
+        for run in self.recorded.runs.values():
+            last_step = int(run.steps[-1]) if len(run.steps) else 0
+            rows.append(
+                {**asdict(run.name), "status": run.status, "last_step": last_step, "place": run.place}
+            )
         return _make_frame(rows)
 
     @cached_property
@@ -339,13 +336,12 @@ def compare(
     paths = [str(source) for source in sources]
     contents = experiment.contents if experiment else _read_contents(paths, runs_dir, reading)
     claims = [claim] if isinstance(claim, str | Mapping) else claim
+    parsed = [
+        parse_claim(entry) if isinstance(entry, str) else validated(Claim, entry, "claim")
+        for entry in claims or ()
+    ]
     options = CompareOptions(
-        claims=[
-            parse_claim(entry) if isinstance(entry, str) else validated(Claim, entry, "claim")
-            for entry in claims
-        ]
-        if claims
-        else None,
+        claims=parsed or None,
         reference=Path(reference) if reference else None,
         arm=arm,
         step_one=step_one,
@@ -380,10 +376,8 @@ def _make_experiment(contents: "SourceContents", exit_code: int = 0) -> Experime
     return Experiment(contents, recorded, exit_code)
 
 
-def _make_frame(
-    rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = None
-) -> "pandas.DataFrame":
-    return _import_pandas().DataFrame(list(rows), columns=columns)
+def _make_frame(rows: list[dict[str, Any]], columns: list[str] | None = None) -> "pandas.DataFrame":
+    return _import_pandas().DataFrame(rows, columns=columns)
 
 
 def _import_pandas() -> Any:

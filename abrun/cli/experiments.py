@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -85,7 +86,13 @@ def launch(
         is_refused = feasible.is_refused if plan_only else bool(feasible.problems)
         raise typer.Exit(2 if is_refused else 0)
     launched = launch_recipe(loaded, options, screen, typed_command())
-    _show_end(screen, launched)
+    print_resume_command(screen, launched)
+    if launched.compared:
+        screen.say(launched.compared)
+    if launched.comparison:
+        screen.print(launched.comparison.summary())
+    if launched.problem:
+        print_error(f"the comparison could not be made: {launched.problem}")
     raise typer.Exit(launched.exit_code or (0 if exit_zero else launched.verdict_exit_code))
 
 
@@ -248,15 +255,9 @@ def _show_memory(screen: "Terminal", plan: "ExperimentPlan", device: str | None)
     predict = load_tool("predict", "--device-memory")
     device_bytes = predict.resolve_device_memory(device)
     if device_bytes is not None:
-        predicted_arms = {
-            arm
-            for decision in plan.decided.values()
-            for candidate in decision["candidates"]
-            for arm in candidate["peaks"]
-        }
-        for line in predict.describe_predicted_memory(
-            plan.recipe, device_bytes, excluded_arms=predicted_arms
-        ):
+        candidates = chain.from_iterable(decision["candidates"] for decision in plan.decided.values())
+        predicted = {arm for candidate in candidates for arm in candidate["peaks"]}
+        for line in predict.describe_predicted_memory(plan.recipe, device_bytes, excluded_arms=predicted):
             screen.print(Text.assemble(("Memory: ", "bold"), display_safe(line)), soft_wrap=True)
 
 
@@ -275,24 +276,13 @@ def _dry_run(
     feasible = check_feasibility(plan, options.jobs, cluster)
     if as_json:
         print_json(preview_as_json(plan, feasible, options.jobs))
+        return feasible
+    if cluster:
+        screen.print(render_jobs_preview(plan, feasible, cluster))
     else:
-        if cluster:
-            screen.print(render_jobs_preview(plan, feasible, cluster))
-        else:
-            is_staged = options.until_decided
-            screen.print(render_preview(plan, feasible, options.jobs, is_staged=is_staged))
-        _show_memory(screen, plan, options.device_memory)
+        screen.print(render_preview(plan, feasible, options.jobs, is_staged=options.until_decided))
+    _show_memory(screen, plan, options.device_memory)
     return feasible
-
-
-def _show_end(screen: "Terminal", launched: "LaunchResult") -> None:
-    print_resume_command(screen, launched)
-    if launched.compared:
-        screen.say(launched.compared)
-    if launched.comparison:
-        screen.print(launched.comparison.summary())
-    if launched.problem:
-        print_error(f"the comparison could not be made: {launched.problem}")
 
 
 def print_resume_command(screen: "Terminal", launched: "LaunchResult") -> None:

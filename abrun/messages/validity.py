@@ -6,7 +6,7 @@ from typing import Any
 
 from abrun.messages.codes import Code
 from abrun.messages.message import Message
-from abrun.messages.numbers import more_text
+from abrun.messages.numbers import listed, more_text, plural
 
 UNPAIRED_HINT = "; --unpaired compares them as independent runs (Welch)"
 _MAX_GRIDS = 4
@@ -46,9 +46,7 @@ def alias_hint(recorded: Sequence[str]) -> str:
 
 
 def _seeds(seeds: Sequence[int]) -> str:
-    if not seeds:
-        return "no runs"
-    return f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
+    return f"{plural(seeds, 'seed')} {listed(seeds)}" if seeds else "no runs"
 
 
 def _config_mixed(key: str, values: list[list[tuple[str, str]]], paired: bool) -> str:
@@ -59,10 +57,7 @@ def _config_mixed(key: str, values: list[list[tuple[str, str]]], paired: bool) -
 
 def _environment_differs(key: str, baseline: str, run: str, values: Any) -> str:
     if isinstance(values, Mapping):
-        changes = [
-            f"{name} {baseline_version} against {version}"
-            for name, (baseline_version, version) in values.items()
-        ]
+        changes = [f"{name} {base} against {version}" for name, (base, version) in values.items()]
         text = ", ".join(changes[:_MAX_VERSIONS]) + more_text(len(changes) - _MAX_VERSIONS)
     else:
         text = " against ".join(map(_short_text, values))

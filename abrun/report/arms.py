@@ -77,9 +77,8 @@ def short_reasons(content: VerdictFile) -> list[str]:
     kept_reasons = [*compress(content.reasons, (reason.code not in _IN_ROW for reason in inner))]
     arm_reasons = [reason for reason in kept_reasons if reason.code == Code.OF_ARM]
     shown_reasons = [reason for reason in kept_reasons if reason not in arm_reasons[MAX_NAMED:]]
-    omitted = [f"{len(arm_reasons) - MAX_NAMED} more reasons of single arms: -v"] * (
-        len(arm_reasons) > MAX_NAMED
-    )
+    num_more = len(arm_reasons) - MAX_NAMED
+    omitted = [f"{num_more} more reasons of single arms: -v"] * (num_more > 0)
     return [*_summarize(content), *sentences(shown_reasons), *omitted]
 
 

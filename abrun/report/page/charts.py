@@ -163,14 +163,11 @@ def _narrow(values: Array) -> NDArray[Any]:
 
 
 def _thinned_lines_notes(panel: Panel) -> Iterator[str]:
-    for curve in panel.curves:
-        if len(curve.seeds) < curve.num_seeds:
-            counts = f"{len(curve.seeds)} of {curve.num_seeds} seeds drawn"
-            yield f"{curve.arm}: {counts}; mean and band include all seeds"
-    for difference in panel.differences:
-        if len(difference.pairs) < difference.num_pairs:
-            counts = f"{len(difference.pairs)} of {difference.num_pairs} pairs drawn"
-            yield f"{difference.arm}: {counts}; mean and windows include all pairs"
+    drawings = [(line.arm, line.seeds, line.num_seeds, "seeds", "band") for line in panel.curves]
+    drawings += [(line.arm, line.pairs, line.num_pairs, "pairs", "windows") for line in panel.differences]
+    for arm, drawn, number, unit, around in drawings:
+        if len(drawn) < number:
+            yield f"{arm}: {len(drawn)} of {number} {unit} drawn; mean and {around} include all {unit}"
 
 
 def _gap_notes(runs: Sequence[RecordedRun], metric: str) -> Iterator[str]:
