@@ -40,15 +40,10 @@ COLORS = {
     "INVALID": "#8250df",
 }
 SHORT_COLUMNS = [
-    "arm",
-    "metric",
-    "window",
-    "num_pairs",
-    "mean_difference",
-    "interval",
-    "margin_text",
-    "result",
+    *("arm", "metric", "window", "num_pairs"),
+    *("mean_difference", "interval", "margin_text", "result"),
 ]
+LEVEL_COLUMNS = ["certified_bound", "baseline_mean", "treatment_mean", "baseline_sd", "pairs_needed"]
 READING_OPTIONS = (
     *("baseline", "pattern", "arms_by", "seeds_by", "group", "aliases", "step_column", "seeds", "exclude"),
     *("unpaired", "versions_differ", "interim"),
@@ -58,14 +53,6 @@ ALL_OPTIONS = (
     *READING_OPTIONS,
 )
 NO_SOURCE_PROBLEM = "got no source; give an experiment's name, or paths of runs"
-CLAIM_COLUMNS = [
-    *SHORT_COLUMNS,
-    "certified_bound",
-    "baseline_mean",
-    "treatment_mean",
-    "baseline_sd",
-    "pairs_needed",
-]
 
 
 @dataclass(frozen=True, repr=False)
@@ -90,10 +77,8 @@ class Experiment:
         """Return one row per run: arm, seed, rerun, status, last_step, place."""
         rows = []
         for run in self.recorded.runs.values():
-            last_step = int(run.steps[-1]) if len(run.steps) else 0
-            rows.append(
-                {**asdict(run.name), "status": run.status, "last_step": last_step, "place": run.place}
-            )
+            state = {"status": run.status, "last_step": int(run.steps[-1]) if len(run.steps) else 0}
+            rows.append({**asdict(run.name), **state, "place": run.place})
         return _make_frame(rows)
 
     @cached_property
@@ -159,7 +144,7 @@ class Result:
         """Return one row per claim and arm: levels, paired difference and interval, margin, bound, result."""
         from abrun.verdict.verdict_file import claim_rows
 
-        return _make_frame(claim_rows(self.verdict_file), CLAIM_COLUMNS)
+        return _make_frame(claim_rows(self.verdict_file), [*SHORT_COLUMNS, *LEVEL_COLUMNS])
 
     @property
     def guards(self) -> "pandas.DataFrame":

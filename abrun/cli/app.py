@@ -56,12 +56,10 @@ class CommandGroup(TyperGroup):
         by_heading = self._by_heading()
         width = max(map(len, self.commands))
         for heading, names in by_heading.items():
+            helps = [self.commands[name].get_short_help_str(formatter.width) for name in names]
             with formatter.section(heading):
                 formatter.write_dl(
-                    [
-                        (name.ljust(width), self.commands[name].get_short_help_str(formatter.width))
-                        for name in names
-                    ]
+                    [(name.ljust(width), text) for name, text in zip(names, helps, strict=True)]
                 )
 
     def _by_heading(self) -> dict[str, list[str]]:

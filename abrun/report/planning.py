@@ -238,8 +238,12 @@ class PowerPlan:
         for claim, power in ((plan.claim, plan.power) for plan in self.claims):
             if power:
                 cells = (percent_text(power.power(count)) for count in self._counts)
-                margin = str(claim.margin) if isinstance(claim.margin, str) else describe_claim(claim)
-                rows.append((claim.metric, margin, *cells, _pairs_needed_text(power, self._unit)))
+                margin = claim.margin if isinstance(claim.margin, str) else describe_claim(claim)
+                needed = f"{pairs_or_more_text(power.pairs_needed)} {self._unit}"
+                if power.pairs_needed_range:
+                    low, high = map(pairs_or_more_text, power.pairs_needed_range)
+                    needed += f" ({low} to {high})"
+                rows.append((claim.metric, margin, *cells, needed))
         has_gain = any(plan.claim.kind == "better" and plan.power for plan in self.claims)
         gain = ", or better by the claim's improvement (default: twice its margin)" * has_gain
         heading = f"\nP({self._pass_word}) if the arms are truly equal{gain}, by number of {self._unit}"
@@ -335,14 +339,6 @@ class PowerPlan:
         elif spread.num_pairs:
             note = f"; planned with its {bound}, {spread.planned_sd:.3g}; {COMPARE_NOTE}"
         return f"{sigma}{pairing_text}, {difference} ({spread.source}{note})"
-
-
-def _pairs_needed_text(power: ClaimPower, unit: str) -> str:
-    needed = f"{pairs_or_more_text(power.pairs_needed)} {unit}"
-    if power.pairs_needed_range is None:
-        return needed
-    low, high = map(pairs_or_more_text, power.pairs_needed_range)
-    return f"{needed} ({low} to {high})"
 
 
 def _sigma_margins_table() -> Iterator[RenderableType]:

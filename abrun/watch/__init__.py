@@ -117,29 +117,21 @@ def watch(
     with View(console, find_jobs) as view:
         view.follow(experiment_dir)
         while True:
-            states = [(run.state.status, run.is_warm_start) for run in view.tick(now=True)]
             # A warm start that is not there is made only if a run still waits for it.
-            statuses = {
-                status for status, is_warm_start in states if status != "pending" or not is_warm_start
-            }
+            runs = [run for run in view.tick(now=True) if not (run.is_warm_start and run.status == "pending")]
+            statuses = {run.state.status for run in runs}
             launcher = describe_launcher(experiment_dir)
             is_active = launcher or statuses & {"running", "waiting", "stalled"}
             if statuses <= set(ENDED_STATUSES) or not is_active:
                 break
             time.sleep(REFRESH_S)
     if statuses == {"finished"}:
-        view.say(
-            f"all runs have finished: {_describe_verdict(experiment_dir)}; abrun compare {experiment_dir}"
-        )
+        reported, problems = _read_verdict(experiment_dir)
+        verdict = f"{reported.verdict} (exit code {reported.exit_code})" if reported else "no report yet"
+        state = "; ".join([verdict, *problems])
+        view.say(f"all runs have finished: {state}; abrun compare {experiment_dir}")
     elif not launcher and not statuses & {"unreadable"}:
         view.say("no launcher is running; resume with: abrun launch ... --resume")
-
-
-def _describe_verdict(experiment_dir: Path) -> str:
-    reported, problems = _read_verdict(experiment_dir)
-    return "; ".join(
-        [f"{reported.verdict} (exit code {reported.exit_code})" if reported else "no report yet", *problems]
-    )
 
 
 class _PlainLines:

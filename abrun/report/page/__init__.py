@@ -32,18 +32,8 @@ from abrun.verdict.verdict_file import VerdictFile, as_json
 STYLES = ("uPlot.min.css", "page.css")
 # All scripts share one scope; page.js comes last and assembles the page.
 SCRIPTS = (
-    "uPlot.iife.min.js",
-    "elements.js",
-    "marks.js",
-    "charts.js",
-    "readout.js",
-    "verdict.js",
-    "claims.js",
-    "evidence.js",
-    "metrics.js",
-    "completions.js",
-    "runs.js",
-    "page.js",
+    *("uPlot.iife.min.js", "elements.js", "marks.js", "charts.js", "readout.js", "verdict.js"),
+    *("claims.js", "evidence.js", "metrics.js", "completions.js", "runs.js", "page.js"),
 )
 # Limits of all charts together. MAX_VALUES is about 6 MB; charts beyond MAX_BYTES are left out.
 MAX_VALUES = 600_000
