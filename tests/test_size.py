@@ -9,16 +9,16 @@ MODULES = "*.py"  # the files beside rooms are one room
 MAX_ENTRIES = 22  # of abrun/
 BUDGETS = {  # room -> lines
     "*.py": 170,
-    "api": 850,
-    "cli": 2_055,
-    "experiment": 2_335,
+    "api": 823,
+    "cli": 1_965,
+    "experiment": 2_270,
     "external": 735,
     "launch": 5_530,
     "logs": 9_485,
-    "messages": 2_240,
+    "messages": 2_150,
     "processes": 980,
     "recipe": 4_395,
-    "report": 4_990,
+    "report": 4_765,
     "runs": 4_925,
     "stats": 2_415,
     "tools/*.py": 10,
@@ -38,8 +38,8 @@ BUDGETS = {  # room -> lines
     "trainer/rollout": 2_280,
     "trainer/tasks": 1_410,
     "verdict": 6_260,
-    "wandb_sync": 450,
-    "watch": 1_090,
+    "wandb_sync": 445,
+    "watch": 1_075,
 }
 
 

@@ -85,9 +85,7 @@ class Claim(Section):
             return raw
         if raw.get("margin") is not None:
             raise FieldError("got within and margin, which are the same; drop one of the two")
-        return {
-            ("margin" if key == "within" else key): value for key, value in raw.items() if key != "margin"
-        }
+        return {"margin" if key == "within" else key: raw[key] for key in raw if key != "margin"}
 
     @model_validator(mode="before")
     @classmethod
@@ -192,9 +190,8 @@ class Claim(Section):
 
     def _declared_fields(self) -> list[ClaimField]:
         fields: tuple[ClaimField, ...] = ("margin", "not_worse", "better", "below", "above", "sd", "exact")
-        return [
-            field for field in fields if getattr(self, field) is not (False if field == "exact" else None)
-        ]
+        values = {field: getattr(self, field) for field in fields}
+        return [field for field, value in values.items() if value is not None and value is not False]
 
     @property
     def kind(self) -> ClaimKind:
