@@ -228,8 +228,9 @@ def _claim_problem(claim: Claim, config: RunConfig, *, samples_alike: bool) -> t
 
     `samples_alike`: all arms sample, or none does.
     """
-    if claim.window.startswith("steps") and int(claim.window.split("-")[1]) > config.steps:
-        ends = f"got {claim.window!r}, but the runs end at step {config.steps}"
+    window = claim.window
+    if window.startswith("steps") and int(window.split("-")[1]) > config.steps:
+        ends = f"got {window!r}, but the runs end at step {config.steps}"
         return "window", f"{ends}; use an earlier window, or 'last 20%'"
     got = shortened(claim.metric)
     if is_clock(claim.metric) and config.cluster.runs_per_gpu > 1:
@@ -362,8 +363,8 @@ def _make_warm_start_config(baseline: RunConfig, config: OwnRunConfig) -> OwnRun
     if not isinstance(baseline, OwnRunConfig):  # an external trainer has no warm start to share
         baseline = config
     # The runs' schedule ends at their last step, and its minimum may exceed this learning rate.
-    constant = {"schedule": "constant", "min_learning_rate": 0.0, "learning_rate": warm_start.learning_rate}
-    optimizer = baseline.policy.optimizer.model_copy(update=constant)
+    changes = {"learning_rate": warm_start.learning_rate, "min_learning_rate": 0.0}
+    optimizer = baseline.policy.optimizer.model_copy(update=changes | {"schedule": "constant"})
     return baseline.model_copy(
         update={
             "algorithm": Sft(type="sft", batch_size=warm_start.batch_size),

@@ -69,7 +69,7 @@ class Facts:
 
     @cached_property
     def first_failing_run(self) -> RunName:
-        """The first failing arm's run with the seed of its step-one check, else with its first seed."""
+        """The first failing arm's run: its seed is its step-one check's, else its first."""
         failures = [*self.failed_checks, *self.failed_guards, *self.failed_claims]
         arm = failures[0].arm if failures else self.experiment.treatments[0]
         seeds = [check["seed"] for check in self.failed_checks[:1]]
@@ -130,7 +130,7 @@ class Facts:
 
     @cached_property
     def runs_of_a_spread(self) -> int | None:
-        """The pairs that the untested claims on a spread need, if there are fewer; None: no such claims."""
+        """The pairs that an untested spread needs, if there are fewer; None: no such claim."""
         for claim in self.content.claims:
             num_runs = min(claim.claim.num_runs or [claim.claim.num_pairs])
             if claim.problem and claim.problem.code == Code.SPREAD_NOT_SHOWN:
@@ -139,7 +139,7 @@ class Facts:
 
     @cached_property
     def undecided_claims(self) -> list[ClaimResult]:
-        """Undecided claims that more pairs decide; other runs than abrun's own may lack an estimate."""
+        """Undecided claims that more pairs decide; logs of others may lack an estimate."""
         claims = [claim for claim in self.content.claims if claim.result == "undecided"]
         return [c for c in claims if self.launched or c.estimate.interval or c.estimate.diverged]
 

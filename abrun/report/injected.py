@@ -121,8 +121,8 @@ def _markdown_lines(
     )
     yield ""
     yield from sensitivity_table(faults, paired=compare.paired).to_markdown()
-    not_injected_lines = [f"{fault}, which {lacks}" for fault, lacks in not_injected.items()]
-    sections = {"Not caught": [*advice_lines(faults)], "Not injected": not_injected_lines}
+    lacking = [f"{fault}, which {lacks}" for fault, lacks in not_injected.items()]
+    sections = {"Not caught": [*advice_lines(faults)], "Not injected": lacking}
     for title, lines in sections.items():
         if lines:
             yield from ("", f"## {title}", "", *(f"- {escape_markdown(line)}" for line in lines))

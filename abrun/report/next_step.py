@@ -220,13 +220,15 @@ def while_open_with_reference(facts: Facts) -> Iterator[NextStep]:
 def while_open_of_others(facts: Facts) -> Iterator[NextStep]:
     """Suggest fresh runs: repeating a test on the same runs inflates its error rate."""
     yield from settle_step_one(facts)
-    content, described = facts.content, facts.content.select("description")
+    content, experiment = facts.content, facts.experiment
+    described = content.select("description")
     if needed := facts.runs_of_a_spread:
         unit = sample_unit(paired=content.paired)
         yield NextStep(f"Train more, for at least {needed} {unit}, then compare again", COMPARE)
         return
     if content.select("new run") and not facts.waiting_arms:
-        yield NextStep("For a verdict, train at least two more runs of the arm that has one", COMPARE)
+        text = "For a verdict, train at least two more runs of the arm that has one"
+        yield NextStep(text, COMPARE)
         return
     if facts.replacement_claims and not described:
         yield replace_claims(facts)
@@ -237,20 +239,21 @@ def while_open_of_others(facts: Facts) -> Iterator[NextStep]:
             yield claim_what_was_described(facts)
         if max(described[0]["num_runs"]) == 1:
             yield train_two_each(facts)
-    elif not (content.claims or any(run.unread for run in facts.experiment.runs.values())):
-        yield NextStep("Map metrics that mean the same", f"{COMPARE} --alias train/reward=NAME")
+    elif not (content.claims or any(run.unread for run in experiment.runs.values())):
+        text = "Map metrics that mean the same"
+        yield NextStep(text, f"{COMPARE} --alias train/reward=NAME")
     elif facts.has_untestable_claims or not content.claims:
         yield repair(facts)
     elif not facts.undecided_claims:
-        yield on_fresh_seeds("Decide it with fresh seeds", facts.experiment)
+        yield on_fresh_seeds("Decide it with fresh seeds", experiment)
     else:
         needed, num_pairs = pairs_that_decide(facts)
         beyond = "; see whether fresh seeds show a mismatch" * (num_pairs is None)
-        yield on_fresh_seeds(f"{needed}{beyond}", facts.experiment, num_pairs)
+        yield on_fresh_seeds(f"{needed}{beyond}", experiment, num_pairs)
 
 
 def claim_what_was_described(facts: Facts) -> NextStep:
-    """Suggest a claim on the metric that was described first, or say why none could be tested."""
+    """Suggest a claim on the first described metric, or say why none can be tested."""
     if facts.claimable is None:
         why = f" ({sentence(facts.claim_problem)})" if facts.claim_problem else ""
         text = f"No claim could be tested on these runs{why}: log what they learn, or train others"

@@ -177,7 +177,7 @@ class _PlainLines:
         self._say(f"{run.label}: {text}", run.ended_s)
 
     def _say(self, line: str, time_s: float | None = None) -> None:
-        """Print a line with the time of what it says, which may be days before this view: by default now."""
+        """Print a line with the time of what it says: by default now."""
         moment, now = time.localtime(time_s), time.localtime()
         clock = time.strftime("%H:%M:%S" if moment[:3] == now[:3] else "%Y-%m-%d %H:%M:%S", moment)
         line = display_safe(f"{clock} {line}")

@@ -107,7 +107,7 @@ class WatchedRun:
 
     @property
     def ended_s(self) -> float | None:
-        """Time of the end of a run that has ended, or of its last step; None if unknown."""
+        """Time of an ended run's end, or of its last step; None if unknown."""
         last_s = self.latest.get("time_s")
         if self.state.status not in ("finished", "failed", "interrupted"):
             return None
