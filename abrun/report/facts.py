@@ -134,7 +134,8 @@ class Facts:
         for claim in self.content.claims:
             num_runs = min(claim.claim.num_runs or [claim.claim.num_pairs])
             if claim.problem and claim.problem.code == Code.SPREAD_NOT_SHOWN:
-                return claim.problem["needed"] if num_runs < claim.problem["needed"] else None
+                needed = claim.problem["needed"]
+                return needed if num_runs < needed else None
         return None
 
     @cached_property

@@ -224,7 +224,8 @@ def while_open_of_others(facts: Facts) -> Iterator[NextStep]:
     described = content.select("description")
     if needed := facts.runs_of_a_spread:
         unit = sample_unit(paired=content.paired)
-        yield NextStep(f"Train more, for at least {needed} {unit}, then compare again", COMPARE)
+        text = f"Train more, for at least {needed} {unit}, then compare again"
+        yield NextStep(text, COMPARE)
         return
     if content.select("new run") and not facts.waiting_arms:
         text = "For a verdict, train at least two more runs of the arm that has one"

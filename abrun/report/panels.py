@@ -171,6 +171,7 @@ def _make_difference(
 ) -> Difference:
     pairs = [pair for pair in experiment.pairs(arm) if pair.finished]
     sides = experiment.sides(arm).finished
+    claims = [claim for claim in claims if claim.claim.steps and claim.claim.accepted]
     steps, values = stack_runs(sides.runs, metric)
     num_baselines = len(sides.baselines)
     baselines = transform_with_gaps(values[:num_baselines], transform)
@@ -193,7 +194,7 @@ def _make_difference(
         mean=treatments.mean(axis=0) - baselines.mean(axis=0) if has_steps else np.empty(0),
         reruns=tuple(_thin_out(list(_rerun_lines(pairs, metric, transform)))) if has_steps else (),
         windows=tuple(windows),
-        claims=tuple(c for c in claims if c.claim.steps and None not in (c.claim.margin, c.claim.accepted)),
+        claims=tuple(claim for claim in claims if claim.claim.margin is not None),
     )
 
 

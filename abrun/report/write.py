@@ -247,8 +247,8 @@ def claim_columns(content: VerdictFile) -> list[str]:
     limited = {claim.claim.metric for claim in content.claims if claim.claim.test == "limit"}
     level = "distance" if limited == {FINAL_WEIGHTS} else f"level of {treatment_name(content)}"
     levels = {"limit": level, "ratio limit": "ratio", "spread": "ratio of sds", "exact rate": "rate"}
-    rates = [claim.claim.kind for claim in content.claims if claim.claim.test == "exact rate"]
-    if any(kind != "limit" for kind in rates):
+    terms = [claim.claim for claim in content.claims]
+    if any(claim.test == "exact rate" and claim.kind != "limit" for claim in terms):
         levels["exact rate"] = "difference of rates"
     kinds = ["difference"] * bool(not tests or tests - levels.keys())
     kinds += [name for test, name in levels.items() if test in tests]
