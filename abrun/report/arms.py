@@ -51,9 +51,9 @@ def arms_table(content: VerdictFile) -> Table | None:
         tested = [
             other for other in content.select("description", row.arm) if other["p_adjusted"] is not None
         ]
-        others = f"{sum(map(is_discovered, tested))} of {tested[0]['num_metrics']}" if tested else "-"
+        counts = f"{sum(map(is_discovered, tested))} of {tested[0]['num_metrics']}" if tested else "-"
         outlier = "stands out" * (row.arm in outliers)
-        cells.append([row.arm, f"{row['treatment']:.4g}", text, others, outlier])
+        cells.append([row.arm, f"{row['treatment']:.4g}", text, counts, outlier])
     baseline[-1] = "stands out" * (content.baseline in outliers)
     cells.insert(sum(row["difference"] < 0 for row in rows), baseline)
     difference = "difference [90 % CI]" if any(row["interval"] for row in rows) else "difference"

@@ -240,8 +240,8 @@ def _noise_tables(evidence: Sequence[Evidence], content: VerdictFile) -> list[Ta
 
 def _new_run_table(new_runs: Sequence[Evidence]) -> Table:
     """Return the table of an arm that is compared by a single run."""
-    first = new_runs[0]
-    heading = ["metric", "steps", f"{first['several']} (runs)", first["run"], "difference", "in sds"]
+    new_run = new_runs[0]
+    heading = ["metric", "steps", f"{new_run['several']} (runs)", new_run["run"], "difference", "in sds"]
     rows = [
         [
             row["metric"],

@@ -121,8 +121,8 @@ def _markdown_lines(
     )
     yield ""
     yield from sensitivity_table(faults, paired=compare.paired).to_markdown()
-    lacking = [f"{fault}, which {lacks}" for fault, lacks in not_injected.items()]
-    sections = {"Not caught": [*advice_lines(faults)], "Not injected": lacking}
+    unmet = [f"{fault}, which {lacks}" for fault, lacks in not_injected.items()]
+    sections = {"Not caught": [*advice_lines(faults)], "Not injected": unmet}
     for title, lines in sections.items():
         if lines:
             yield from ("", f"## {title}", "", *(f"- {escape_markdown(line)}" for line in lines))

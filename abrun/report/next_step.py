@@ -262,8 +262,8 @@ def claim_what_was_described(facts: Facts) -> NextStep:
     text = f"Claim that they agree within a margin that you accept ({origin_of_margin(facts)})"
     claimed = with_claims(facts.experiment, [build_claim(facts.claimable)])
     unpaired = "" if facts.content.paired else UNPAIRED
-    lacking = [reason["run"] for reason in facts.claimable["left_out"]]
-    return NextStep(text, f"{COMPARE}{unpaired}{exclude_options(lacking)}{claim_options(claimed)}")
+    runs = [reason["run"] for reason in facts.claimable["left_out"]]
+    return NextStep(text, f"{COMPARE}{unpaired}{exclude_options(runs)}{claim_options(claimed)}")
 
 
 def after_one_arm(facts: Facts) -> Iterator[NextStep]:
