@@ -116,7 +116,6 @@ FOREIGN = {
     "allocated in": "the heading of a column",
     "abrun reference save": "a command to paste, before its places are filled",
     "abrun compare": "a command to paste, before its places are filled",
-    " --seeds ": "a command to paste, before its places are filled",
 }
 
 

@@ -40,15 +40,10 @@ COLORS = {
     "INVALID": "#8250df",
 }
 SHORT_COLUMNS = [
-    "arm",
-    "metric",
-    "window",
-    "num_pairs",
-    "mean_difference",
-    "interval",
-    "margin_text",
-    "result",
+    *("arm", "metric", "window", "num_pairs"),
+    *("mean_difference", "interval", "margin_text", "result"),
 ]
+LEVEL_COLUMNS = ["certified_bound", "baseline_mean", "treatment_mean", "baseline_sd", "pairs_needed"]
 READING_OPTIONS = (
     *("baseline", "pattern", "arms_by", "seeds_by", "group", "aliases", "step_column", "seeds", "exclude"),
     *("unpaired", "versions_differ", "interim"),
@@ -58,14 +53,6 @@ ALL_OPTIONS = (
     *READING_OPTIONS,
 )
 NO_SOURCE_PROBLEM = "got no source; give an experiment's name, or paths of runs"
-CLAIM_COLUMNS = [
-    *SHORT_COLUMNS,
-    "certified_bound",
-    "baseline_mean",
-    "treatment_mean",
-    "baseline_sd",
-    "pairs_needed",
-]
 
 
 @dataclass(frozen=True, repr=False)
@@ -88,15 +75,10 @@ class Experiment:
     @cached_property
     def runs(self) -> "pandas.DataFrame":
         """Return one row per run: arm, seed, rerun, status, last_step, place."""
-        rows = [
-            {
-                **asdict(run.name),
-                "status": run.status,
-                "last_step": int(run.steps[-1]) if len(run.steps) else 0,
-                "place": run.place,
-            }
-            for run in self.recorded.runs.values()
-        ]
+        rows = []
+        for run in self.recorded.runs.values():
+            state = {"status": run.status, "last_step": int(run.steps[-1]) if len(run.steps) else 0}
+            rows.append({**asdict(run.name), **state, "place": run.place})
         return _make_frame(rows)
 
     @cached_property
@@ -162,7 +144,7 @@ class Result:
         """Return one row per claim and arm: levels, paired difference and interval, margin, bound, result."""
         from abrun.verdict.verdict_file import claim_rows
 
-        return _make_frame(claim_rows(self.verdict_file), CLAIM_COLUMNS)
+        return _make_frame(claim_rows(self.verdict_file), [*SHORT_COLUMNS, *LEVEL_COLUMNS])
 
     @property
     def guards(self) -> "pandas.DataFrame":
@@ -340,13 +322,12 @@ def compare(
     paths = [str(source) for source in sources]
     contents = experiment.contents if experiment else _read_contents(paths, runs_dir, reading)
     claims = [claim] if isinstance(claim, str | Mapping) else claim
+    parsed = [
+        parse_claim(entry) if isinstance(entry, str) else validated(Claim, entry, "claim")
+        for entry in claims or ()
+    ]
     options = CompareOptions(
-        claims=[
-            parse_claim(entry) if isinstance(entry, str) else validated(Claim, entry, "claim")
-            for entry in claims
-        ]
-        if claims
-        else None,
+        claims=parsed or None,
         reference=Path(reference) if reference else None,
         arm=arm,
         step_one=step_one,
@@ -382,10 +363,8 @@ def _make_experiment(contents: "SourceContents", exit_code: int = 0) -> Experime
     return Experiment(contents, recorded, exit_code)
 
 
-def _make_frame(
-    rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = None
-) -> "pandas.DataFrame":
-    return _import_pandas().DataFrame(list(rows), columns=columns)
+def _make_frame(rows: list[dict[str, Any]], columns: list[str] | None = None) -> "pandas.DataFrame":
+    return _import_pandas().DataFrame(rows, columns=columns)
 
 
 def _import_pandas() -> Any:

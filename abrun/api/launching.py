@@ -83,13 +83,11 @@ def plan_launch(
     else:
         engine = make_engine("local" if options.launcher is None else options.launcher, options.jobs)
         find_problems = engine.find_problems
-    is_local = cluster is None
     plan = draft
     if recipe.auto_keys or options.device_memory is not None:
         predict = load_tool("predict", ", ".join(recipe.auto_keys) or "--device-memory")
-        plan = predict.resolve_auto(
-            recipe, draft, options, find_problems, is_local=is_local, dry_run=dry_run, say=say
-        )
+        where = {"is_local": cluster is None, "dry_run": dry_run}
+        plan = predict.resolve_auto(recipe, draft, options, find_problems, **where, say=say)
     for prior in () if options.resume else recipe.compare.noise_priors:
         earlier = counted(prior.experiments, "earlier experiment")
         say(f"{prior.metric} over {prior.window}: noise of {earlier}, sd {prior.sd:.3g}, d0 {prior.dof:.1f}")
@@ -227,14 +225,14 @@ def _add_comparison(launched: LaunchResult, command: str | None) -> LaunchResult
 
 def _add_job_verdict(launched: LaunchResult, compared: str) -> LaunchResult:
     """Add the output and the verdict of the cluster's comparison job."""
+    launched = replace(launched, compared=compared)
     try:
         reported = read_reported_verdict(launched.experiment_dir)
     except AbrunError as error:
-        return _add_problem(replace(launched, compared=compared), str(error))
+        return _add_problem(launched, str(error))
     if reported is None:
-        problem = NO_VERDICT.format(launched.experiment_dir)
-        return _add_problem(replace(launched, compared=compared), problem)
-    return replace(launched, compared=compared, verdict_exit_code=reported.exit_code)
+        return _add_problem(launched, NO_VERDICT.format(launched.experiment_dir))
+    return replace(launched, verdict_exit_code=reported.exit_code)
 
 
 def _add_problem(launched: LaunchResult, problem: str) -> LaunchResult:

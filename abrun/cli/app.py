@@ -56,13 +56,9 @@ class CommandGroup(TyperGroup):
         by_heading = self._by_heading()
         width = max(map(len, self.commands))
         for heading, names in by_heading.items():
+            helps = {name: self.commands[name].get_short_help_str(formatter.width) for name in names}
             with formatter.section(heading):
-                formatter.write_dl(
-                    [
-                        (name.ljust(width), self.commands[name].get_short_help_str(formatter.width))
-                        for name in names
-                    ]
-                )
+                formatter.write_dl([(name.ljust(width), text) for name, text in helps.items()])
 
     def _by_heading(self) -> dict[str, list[str]]:
         self._add_installed()

@@ -2,38 +2,15 @@
 
 import shlex
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from abrun.cli import arguments
 from abrun.cli.app import app, console, print_error, print_json, survive_output_errors
-from abrun.cli.arguments import (
-    Detach,
-    DeviceMemory,
-    DryRun,
-    DryRunJson,
-    ExitZero,
-    Experiment,
-    Jobs,
-    Json,
-    Launcher,
-    MaxSeeds,
-    Name,
-    NewSeeds,
-    NoCompare,
-    Overrides,
-    PlanOnly,
-    RecipeFile,
-    Resume,
-    RunFolder,
-    RunsDir,
-    TakeOver,
-    UntilDecided,
-    add_seeds,
-    complete_experiment,
-    typed_command,
-)
+from abrun.cli.arguments import add_seeds, complete_experiment, typed_command
 from abrun.errors import RecipeError, StoreError
 from abrun.runs.redaction import display_safe
 
@@ -49,24 +26,24 @@ if TYPE_CHECKING:
 @app.command()
 @survive_output_errors
 def launch(
-    recipe: RecipeFile,
-    overrides: Overrides = None,
-    seeds: NewSeeds = None,
-    jobs: Jobs = None,
-    launcher: Launcher = None,
-    runs_dir: RunsDir = Path("runs"),
-    name: Name = None,
-    dry_run: DryRun = False,
-    plan_only: PlanOnly = False,
-    resume: Resume = False,
-    detach: Detach = False,
-    take_over: TakeOver = False,
-    no_compare: NoCompare = False,
-    until_decided: UntilDecided = False,
-    max_seeds: MaxSeeds = None,
-    device_memory: DeviceMemory = None,
-    exit_zero: ExitZero = False,
-    as_json: DryRunJson = False,
+    recipe: arguments.RecipeFile,
+    overrides: arguments.Overrides = None,
+    seeds: arguments.NewSeeds = None,
+    jobs: arguments.Jobs = None,
+    launcher: arguments.Launcher = None,
+    runs_dir: arguments.RunsDir = Path("runs"),
+    name: arguments.Name = None,
+    dry_run: arguments.DryRun = False,
+    plan_only: arguments.PlanOnly = False,
+    resume: arguments.Resume = False,
+    detach: arguments.Detach = False,
+    take_over: arguments.TakeOver = False,
+    no_compare: arguments.NoCompare = False,
+    until_decided: arguments.UntilDecided = False,
+    max_seeds: arguments.MaxSeeds = None,
+    device_memory: arguments.DeviceMemory = None,
+    exit_zero: arguments.ExitZero = False,
+    as_json: arguments.DryRunJson = False,
 ) -> None:
     """Train all arms and seeds of a recipe, then judge them.
 
@@ -109,12 +86,18 @@ def launch(
         is_refused = feasible.is_refused if plan_only else bool(feasible.problems)
         raise typer.Exit(2 if is_refused else 0)
     launched = launch_recipe(loaded, options, screen, typed_command())
-    _show_end(screen, launched)
+    print_resume_command(screen, launched)
+    if launched.compared:
+        screen.say(launched.compared)
+    if launched.comparison:
+        screen.print(launched.comparison.summary())
+    if launched.problem:
+        print_error(f"the comparison could not be made: {launched.problem}")
     raise typer.Exit(launched.exit_code or (0 if exit_zero else launched.verdict_exit_code))
 
 
 @app.command()
-def watch(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None:
+def watch(experiment: arguments.Experiment, runs_dir: arguments.RunsDir = Path("runs")) -> None:
     """Follow an experiment from another shell, host or cluster.
 
     Examples:
@@ -135,8 +118,8 @@ def status(
             help="Experiment: a path or a name; default: all.", autocompletion=complete_experiment
         ),
     ] = None,
-    as_json: Json = False,
-    runs_dir: RunsDir = Path("runs"),
+    as_json: arguments.Json = False,
+    runs_dir: arguments.RunsDir = Path("runs"),
 ) -> None:
     """Show the state of all experiments, or of one and its runs.
 
@@ -163,7 +146,7 @@ def status(
 
 @app.command()
 @survive_output_errors
-def stop(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None:
+def stop(experiment: arguments.Experiment, runs_dir: arguments.RunsDir = Path("runs")) -> None:
     """Stop an experiment: its runs save a checkpoint and exit.
 
     Jobs that wait in a cluster's queue are cancelled.
@@ -179,9 +162,9 @@ def stop(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None:
 
 @app.command()
 def logs(
-    run: RunFolder,
+    run: arguments.RunFolder,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing until the run ends.")] = False,
-    runs_dir: RunsDir = Path("runs"),
+    runs_dir: arguments.RunsDir = Path("runs"),
 ) -> None:
     """Print a run's log, or its error if the log is empty.
 
@@ -199,12 +182,12 @@ def logs(
 
 @app.command()
 def completions(
-    run: RunFolder,
+    run: arguments.RunFolder,
     step: Annotated[int | None, typer.Option(min=1, help="Only this step.")] = None,
     against: Annotated[
         str | None, typer.Option(help="Another run to show side by side for the same prompts.")
     ] = None,
-    runs_dir: RunsDir = Path("runs"),
+    runs_dir: arguments.RunsDir = Path("runs"),
 ) -> None:
     """Show a run's completions, alone or beside another run's.
 
@@ -231,7 +214,7 @@ def completions(
 
 @app.command()
 @survive_output_errors
-def wandb_sync(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None:
+def wandb_sync(experiment: arguments.Experiment, runs_dir: arguments.RunsDir = Path("runs")) -> None:
     """Upload data that wandb lacks, such as offline runs.
 
     Examples:
@@ -272,15 +255,9 @@ def _show_memory(screen: "Terminal", plan: "ExperimentPlan", device: str | None)
     predict = load_tool("predict", "--device-memory")
     device_bytes = predict.resolve_device_memory(device)
     if device_bytes is not None:
-        predicted_arms = {
-            arm
-            for decision in plan.decided.values()
-            for candidate in decision["candidates"]
-            for arm in candidate["peaks"]
-        }
-        for line in predict.describe_predicted_memory(
-            plan.recipe, device_bytes, excluded_arms=predicted_arms
-        ):
+        candidates = chain.from_iterable(decision["candidates"] for decision in plan.decided.values())
+        predicted = {arm for candidate in candidates for arm in candidate["peaks"]}
+        for line in predict.describe_predicted_memory(plan.recipe, device_bytes, excluded_arms=predicted):
             screen.print(Text.assemble(("Memory: ", "bold"), display_safe(line)), soft_wrap=True)
 
 
@@ -299,24 +276,13 @@ def _dry_run(
     feasible = check_feasibility(plan, options.jobs, cluster)
     if as_json:
         print_json(preview_as_json(plan, feasible, options.jobs))
+        return feasible
+    if cluster:
+        screen.print(render_jobs_preview(plan, feasible, cluster))
     else:
-        if cluster:
-            screen.print(render_jobs_preview(plan, feasible, cluster))
-        else:
-            is_staged = options.until_decided
-            screen.print(render_preview(plan, feasible, options.jobs, is_staged=is_staged))
-        _show_memory(screen, plan, options.device_memory)
+        screen.print(render_preview(plan, feasible, options.jobs, is_staged=options.until_decided))
+    _show_memory(screen, plan, options.device_memory)
     return feasible
-
-
-def _show_end(screen: "Terminal", launched: "LaunchResult") -> None:
-    print_resume_command(screen, launched)
-    if launched.compared:
-        screen.say(launched.compared)
-    if launched.comparison:
-        screen.print(launched.comparison.summary())
-    if launched.problem:
-        print_error(f"the comparison could not be made: {launched.problem}")
 
 
 def print_resume_command(screen: "Terminal", launched: "LaunchResult") -> None:

@@ -12,37 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from abrun.cli import arguments
 from abrun.cli.app import add_group, app, console, print_error, print_json, survive_output_errors
 from abrun.cli.arguments import (
     MAX_SEEDS,
-    AllowInconclusive,
-    Alpha,
-    ArmsBy,
-    Baseline,
-    Claims,
-    DeviceMemory,
-    Experiment,
-    Interim,
-    Jobs,
-    Json,
-    Launcher,
-    NewSeeds,
-    NoStepOne,
-    OptionalSources,
-    Overrides,
-    RecipeFile,
-    Reference,
-    ReferenceArm,
-    ReportFolder,
-    Require,
-    Resume,
-    RunsDir,
-    SeedsBy,
-    Sources,
-    ToWandb,
-    Unpaired,
-    Verbose,
-    VersionsDiffer,
     add_seeds,
     option_text,
     parse_claims,
@@ -96,20 +69,20 @@ Rerun = Annotated[
 @survive_output_errors
 @reads_runs
 def compare(
-    sources: OptionalSources = None,
-    claim: Claims = None,
-    alpha: Alpha = None,
-    require: Require = None,
-    reference: Reference = None,
-    arm: ReferenceArm = None,
-    baseline: Baseline = None,
-    arms_by: ArmsBy = None,
-    seeds_by: SeedsBy = None,
+    sources: arguments.OptionalSources = None,
+    claim: arguments.Claims = None,
+    alpha: arguments.Alpha = None,
+    require: arguments.Require = None,
+    reference: arguments.Reference = None,
+    arm: arguments.ReferenceArm = None,
+    baseline: arguments.Baseline = None,
+    arms_by: arguments.ArmsBy = None,
+    seeds_by: arguments.SeedsBy = None,
     list_runs: Annotated[bool, typer.Option("--list", help="Only list the runs: who is who.")] = False,
-    versions_differ: VersionsDiffer = False,
-    unpaired: Unpaired = False,
-    interim: Interim = None,
-    no_step_one: NoStepOne = False,
+    versions_differ: arguments.VersionsDiffer = False,
+    unpaired: arguments.Unpaired = False,
+    interim: arguments.Interim = None,
+    no_step_one: arguments.NoStepOne = False,
     noise: Annotated[
         Path | None,
         typer.Option(
@@ -121,11 +94,11 @@ def compare(
     fleet: FleetFolder = None,
     before: Before = None,
     rerun: Rerun = None,
-    output: ReportFolder = None,
-    allow_inconclusive: AllowInconclusive = False,
-    wandb: ToWandb = False,
-    verbose: Verbose = False,
-    as_json: Json = False,
+    output: arguments.ReportFolder = None,
+    allow_inconclusive: arguments.AllowInconclusive = False,
+    wandb: arguments.ToWandb = False,
+    verbose: arguments.Verbose = False,
+    as_json: arguments.Json = False,
     *,
     reading: "ReadingOptions",
 ) -> None:
@@ -166,36 +139,39 @@ def compare(
     if not sources:
         raise RecipeError("compare: got no runs; give an experiment or folders of runs, or --fleet FOLDER")
     if list_runs:
-        _list_runs(sources, reading)
+        return _list_runs(sources, reading)
     if wandb and output is None:
         raise RecipeError("--wandb requires --output FOLDER, whose report it uploads; add it")
     judging = {"claims": parse_claims(claim), "alpha": alpha, "require": parse_require(require)}
     judging |= {"reference": reference, "arm": arm, "step_one": not no_step_one, "noise": noise}
     comparison = compare_sources(sources, reading, **judging, output=output, command=typed_command())
-    _print(comparison, verbose=verbose, as_json=as_json)
+    if as_json:
+        steps = [{**asdict(step), "argv": shlex.split(step.command)} for step in comparison.next_steps]
+        print_json({**comparison.as_json(), "next": steps})
+    else:
+        console().print(comparison.summary(verbose=verbose))
     if wandb:
         _upload(comparison, sources, reading.runs_dir)
     code = comparison.exit_code
     raise typer.Exit(0 if allow_inconclusive and comparison.verdict == "INCONCLUSIVE" else code)
 
 
-def _print(comparison: "Comparison", *, verbose: bool, as_json: bool) -> None:
-    if as_json:
-        steps = [{**step.as_json(), "argv": shlex.split(step.command)} for step in comparison.next_steps]
-        print_json({**comparison.as_json(), "next": steps})
-    else:
-        console().print(comparison.summary(verbose=verbose))
-
-
-def _list_runs(sources: Sequence[str], reading: "ReadingOptions") -> NoReturn:
-    """Print which run is whose, and exit: 2 if arms or seeds cannot be told."""
+def _list_runs(sources: list[str], reading: "ReadingOptions") -> None:
+    """Print which run is whose. Raises RecipeError if arms or seeds cannot be told."""
     from abrun.report.run_list import list_runs
 
     table, problem = list_runs(sources, reading)
     console().print(table)
     if problem:
         raise RecipeError(problem)
-    raise typer.Exit(0)
+
+
+def _upload(comparison: "Comparison", sources: list[str], runs_dir: Path) -> None:
+    from abrun.logs.recorded.sources import find_stored_experiment
+    from abrun.wandb_sync.report import upload_report
+
+    experiment_dir = find_stored_experiment(sources, runs_dir)
+    print(display_safe(upload_report(comparison.content, comparison.files, experiment_dir)))
 
 
 def _judge_fleet(
@@ -223,14 +199,6 @@ def _judge_fleet(
     else:
         console().print(fleet.render_terminal(judged, page and str(page)))
     raise typer.Exit(0 if allow_open and code == fleet.OPEN else code)
-
-
-def _upload(comparison: "Comparison", sources: Sequence[str], runs_dir: Path) -> None:
-    from abrun.logs.recorded.sources import find_stored_experiment
-    from abrun.wandb_sync.report import upload_report
-
-    experiment_dir = find_stored_experiment(sources, runs_dir)
-    print(display_safe(upload_report(comparison.content, comparison.files, experiment_dir)))
 
 
 # --- references ---
@@ -273,11 +241,11 @@ ChainOnly = Annotated[
 @survive_output_errors
 @reads_runs
 def save(
-    sources: Sources,
+    sources: arguments.Sources,
     output: Annotated[Path, typer.Option("--output", "-o", help="Reference file to write.")],
     arm: Annotated[str | None, typer.Option(help="Arm to save; default: the baseline.")] = None,
-    claim: Claims = None,
-    baseline: Baseline = None,
+    claim: arguments.Claims = None,
+    baseline: arguments.Baseline = None,
     budget: Budget = None,
     chain_alone: ChainOnly = False,
     *,
@@ -307,28 +275,19 @@ def save(
         experiment, frozen, budget, chain_alone=chain_alone, experiment_dir=directory
     )
     replaced = freeze_arm(experiment, frozen, output, begin_ledger=new_ledger)
-    text = _reference_text(experiment, frozen, output, budget, replaced.name if replaced else None)
-    reading_options = option_text(
-        {"--pattern": [reading.pattern], "--alias": reading.aliases, "--step-column": [reading.step_column]}
-    )
-    console().say(
-        f"{text}; compare later runs with: abrun compare NEW --reference {shlex.quote(str(output))}"
-        f"{reading_options}"
-    )
-
-
-def _reference_text(
-    experiment: "RecordedExperiment", arm: str, output: Path, budget: str | None, replaced: str | None
-) -> str:
-    """Return a description of the reference file."""
-    text = f"{output}: {len(experiment.arm(arm))} seeds of {arm}"
+    text = f"{output}: {len(experiment.arm(frozen))} seeds of {frozen}"
     if not experiment.compare.claims:
         text += ", without a claim (--claim METRIC:WINDOW:MARGIN keeps one)"
     if budget is not None:
         text += f", with a ledger of changes (abrun reference show {output})"
-    if replaced is not None:
-        text += f", in place of the reference {replaced}"
-    return text + "".join(f"; {sentence(reason)}" for reason in experiment.left_out)
+    if replaced:
+        text += f", in place of the reference {replaced.name}"
+    text += "".join(f"; {sentence(reason)}" for reason in experiment.left_out)
+    command = f"abrun compare NEW --reference {shlex.quote(str(output))}"
+    reread = option_text(
+        {"--pattern": [reading.pattern], "--alias": reading.aliases, "--step-column": [reading.step_column]}
+    )
+    console().say(f"{text}; compare later runs with: {command}{reread}")
 
 
 ReferenceFile = Annotated[Path, typer.Argument(help="Reference, written by abrun reference save.")]
@@ -352,7 +311,7 @@ def show_reference(reference: ReferenceFile) -> None:
 @survive_output_errors
 def add(
     reference: ReferenceFile,
-    experiment: Experiment,
+    experiment: arguments.Experiment,
     arm: Annotated[str | None, typer.Option(help="Treatment to add; required if there are several.")] = None,
     tried: Annotated[
         int,
@@ -363,7 +322,7 @@ def add(
             "correction).",
         ),
     ] = 1,
-    runs_dir: RunsDir = Path("runs"),
+    runs_dir: arguments.RunsDir = Path("runs"),
 ) -> None:
     """Record an accepted change in the ledger of a reference.
 
@@ -425,7 +384,7 @@ PlannedSeeds = Annotated[
 @app.command()
 def power(
     recipe: PlannedRecipe = None,
-    overrides: Overrides = None,
+    overrides: arguments.Overrides = None,
     earlier: Earlier = None,
     sigma: Annotated[
         float | None, typer.Option(min=0, help="Standard deviation of one arm over seeds, for every claim.")
@@ -438,8 +397,8 @@ def power(
         float | None,
         typer.Option(min=0, help="GPU hours of one run; default: those that the --from runs took."),
     ] = None,
-    as_json: Json = False,
-    runs_dir: RunsDir = Path("runs"),
+    as_json: arguments.Json = False,
+    runs_dir: arguments.RunsDir = Path("runs"),
 ) -> None:
     """Estimate the power, and the seeds that the margins need.
 
@@ -468,9 +427,8 @@ def power(
     planned = recipe or experiment_dir
     if planned is None:
         raise RecipeError("power: recipe missing; pass one, or --from EXPERIMENT to reuse its recipe")
-    assumed_command = (
-        f"abrun power {shlex.quote(str(planned))}{option_text({'--set': overrides or []})} --sigma X"
-    )
+    typed = f"{shlex.quote(str(planned))}{option_text({'--set': overrides or []})}"
+    assumed_command = f"abrun power {typed} --sigma X"
     loaded = load_recipe(planned, overrides or [])
     loaded = declare_noise(loaded, experiment_dir.parent / "-" if experiment_dir else runs_dir / "-")
     if max_seeds is not None:
@@ -584,23 +542,23 @@ def show_fault(
 @faults.command("run")
 @survive_output_errors
 def run_faults(
-    recipe: RecipeFile,
-    overrides: Overrides = None,
+    recipe: arguments.RecipeFile,
+    overrides: arguments.Overrides = None,
     names: Annotated[
         str | None,
         typer.Option(
             "--faults", help="Comma-separated NAME or NAME:SIZE; default: all that the recipe can inject."
         ),
     ] = None,
-    seeds: NewSeeds = None,
-    launcher: Launcher = None,
-    jobs: Jobs = None,
-    runs_dir: RunsDir = Path("runs"),
+    seeds: arguments.NewSeeds = None,
+    launcher: arguments.Launcher = None,
+    jobs: arguments.Jobs = None,
+    runs_dir: arguments.RunsDir = Path("runs"),
     name: Annotated[
         str | None, typer.Option(help="Folder of the experiment; default: <recipe name>-sensitivity.")
     ] = None,
-    resume: Resume = False,
-    device_memory: DeviceMemory = None,
+    resume: arguments.Resume = False,
+    device_memory: arguments.DeviceMemory = None,
 ) -> None:
     """Find which faults a recipe's comparison would catch.
 

@@ -168,24 +168,21 @@ def recipes(
 
     from abrun.report.present.tables import Table, columns
 
-    titles = dict(
-        zip(RECIPE_GROUPS, ("On a laptop, without a GPU", "On GPUs", "For other trainers"), strict=True)
-    )
+    titles = ("On a laptop, without a GPU", "On GPUs", "For other trainers")
     screen = console()
-    for group in RECIPE_GROUPS:
+    for group, title in zip(RECIPE_GROUPS, titles, strict=True):
         listed = [recipe for recipe in shipped if recipe.where == group]
         listed = [recipe for recipe in listed if show_all or not recipe.is_evidence]
         rows = [(recipe.name, recipe.cost if show_all else recipe.size, recipe.about) for recipe in listed]
         costs = "cost" if show_all else "runs x steps"
         table = Table(columns("name", costs, "about", no_wrap=("name",), fold=True), rows)
         table = table if show_all else table.cut_to(screen.width)
-        screen.print(Text(f"{titles[group]}", style="bold"), table, Text(), sep="\n")
+        screen.print(Text(title, style="bold"), table, Text(), sep="\n")
     if not show_all:
         num_more = sum(recipe.is_evidence for recipe in shipped)
         screen.print(f"{num_more} more, of docs/evidence.md, and whole descriptions: abrun recipes --all")
-    screen.print(
-        "abrun launch NAME runs one; abrun recipes NAME prints it; fields: docs/reference/recipes.md."
-    )
+    usage = "abrun launch NAME runs one; abrun recipes NAME prints it; fields: docs/reference/recipes.md."
+    screen.print(usage)
 
 
 @app.command()

@@ -107,8 +107,8 @@ def make_plan(recipe: ExperimentDeclaration) -> ExperimentPlan:
     _check_claims(recipe, configs)
     _check_recordings(recipe, configs)
     treatments = [arm for arm in configs if arm != recipe.baseline]
-    base = _flatten_config(configs[recipe.baseline])
-    treatment_diff = {arm: _diff_flat_configs(base, _flatten_config(configs[arm])) for arm in treatments}
+    base = configs[recipe.baseline]
+    treatment_diff = {arm: diff_configs(base, configs[arm]) for arm in treatments}
     for arm, diff in treatment_diff.items():
         if not diff:
             raise RecipeError(
@@ -122,13 +122,12 @@ def make_plan(recipe: ExperimentDeclaration) -> ExperimentPlan:
             )
     for arm in recipe.control_arms:
         configs[arm] = recipe.control_config(arm)
-        treatment_diff[arm] = _diff_flat_configs(base, _flatten_config(configs[arm]))
+        treatment_diff[arm] = diff_configs(base, configs[arm])
     warm_starts: dict[str, OwnRunConfig] = {}
-    warm_start_of: dict[str, str | None] = {}
+    warm_start_of: dict[str, str | None] = dict.fromkeys(configs)
     for arm, config in configs.items():
-        warm_start_of[arm] = None
         if isinstance(config, OwnRunConfig) and config.warm_start:
-            shared = _make_warm_start_config(configs[recipe.baseline], config)
+            shared = _make_warm_start_config(base, config)
             # It samples nothing; neither its time limits nor its neighbours make it a different warm start
             ignored_keys: Any = {"limits": True, "cluster": {"runs_per_gpu"}, "rollout": {"record", "from"}}
             content = with_removed(shared.model_dump(mode="json", exclude=ignored_keys))
@@ -166,21 +165,17 @@ def make_draft(recipe: ExperimentDeclaration) -> ExperimentPlan:
 def _order_runs(recipe: ExperimentDeclaration) -> list[RunName]:
     """Return run names in launch order: pair by pair with their reruns, then the controls seed by seed."""
     baseline, treatments = recipe.baseline, [arm for arm in recipe.arms if arm != recipe.baseline]
-    names = [
-        RunName(arm=arm, seed=seed, rerun=rerun)
-        for index, seed in enumerate(recipe.seeds)
-        for arm, rerun in [
-            *((arm, 0) for arm in (baseline, *treatments)),
-            *((baseline, 1 + j) for j in range(_reruns_of_seed(index, recipe.controls.aa_reruns, recipe))),
-        ]
-    ]
-    return names + [
-        RunName(arm=arm, seed=seed)
-        for index, seed in enumerate(recipe.seeds)
-        for arm, injected in recipe.control_arms.items()
-        if injected.name != ONE_ULP
-        or injected.draw < _reruns_of_seed(index, recipe.controls.ulp_reruns, recipe)
-    ]
+    names: list[RunName] = []
+    for index, seed in enumerate(recipe.seeds):
+        num_reruns = _reruns_of_seed(index, recipe.controls.aa_reruns, recipe)
+        names += [RunName(arm=arm, seed=seed) for arm in (baseline, *treatments)]
+        names += [RunName(arm=baseline, seed=seed, rerun=1 + rerun) for rerun in range(num_reruns)]
+    for index, seed in enumerate(recipe.seeds):
+        num_reruns = _reruns_of_seed(index, recipe.controls.ulp_reruns, recipe)
+        for arm, injected in recipe.control_arms.items():
+            if injected.name != ONE_ULP or injected.draw < num_reruns:
+                names.append(RunName(arm=arm, seed=seed))
+    return names
 
 
 def _check_recordings(
@@ -204,18 +199,14 @@ def _check_claims(recipe: ExperimentDeclaration, configs: dict[str, OwnRunConfig
     """
     tolerance = recipe.compare.step_one_tolerance
     if tolerance == {} or (tolerance is not None and not recipe.compare.step_one):
-        reason_text = "which names no metric" if tolerance == {} else "with step_one: false, which uses none"
-        raise RecipeError(
-            f"{recipe.name}: compare.step_one_tolerance: got {tolerance}, {reason_text}; drop it"
-        )
+        why = "which names no metric" if tolerance == {} else "with step_one: false, which uses none"
+        raise RecipeError(f"{recipe.name}: compare.step_one_tolerance: got {tolerance}, {why}; drop it")
     base = configs[recipe.baseline]
     tolerances = tolerance if isinstance(tolerance, dict) else {}
-    default_finite = Guards().finite  # not every algorithm records all of them
     required_metrics = [(f"step_one_tolerance.{metric}", metric) for metric in tolerances]
-    required_metrics += [
-        ("guards.finite", metric) for metric in recipe.compare.guards.finite if metric not in default_finite
-    ]
-    for key, metric in required_metrics:
+    finite = [metric for metric in recipe.compare.guards.finite if metric not in Guards().finite]
+    # Not every algorithm records all of the defaults
+    for key, metric in [*required_metrics, *(("guards.finite", metric) for metric in finite)]:
         if isinstance(base, OwnRunConfig) and (problem := _metric_problem(metric, base)):
             raise RecipeError(f"{recipe.name}: compare.{key}: {problem}; or drop it")
     if recipe.compare.guards.step_time_ratio is not None and base.cluster.runs_per_gpu > 1:
@@ -237,8 +228,10 @@ def _claim_problem(claim: Claim, config: RunConfig, *, samples_alike: bool) -> t
 
     `samples_alike`: all arms sample, or none does.
     """
-    if problem := _window_problem(claim.window, config.steps):
-        return "window", problem
+    window = claim.window
+    if window.startswith("steps") and int(window.split("-")[1]) > config.steps:
+        ends = f"got {window!r}, but the runs end at step {config.steps}"
+        return "window", f"{ends}; use an earlier window, or 'last 20%'"
     got = shortened(claim.metric)
     if is_clock(claim.metric) and config.cluster.runs_per_gpu > 1:
         return "metric", _shared_time_problem(claim.metric, config)
@@ -267,13 +260,6 @@ def _shared_time_problem(got: object, config: RunConfig) -> str:
         f"got {shortened(got)} of runs that share GPUs (cluster.runs_per_gpu: {number}), whose times depend "
         "on other runs; use runs_per_gpu: 1"
     )
-
-
-def _window_problem(window: str, num_steps: int) -> str | None:
-    """Return why a claim's window does not fit runs of `num_steps` steps; None if it does."""
-    if not window.startswith("steps") or int(window.split("-")[1]) <= num_steps:
-        return None
-    return f"got {window!r}, but the runs end at step {num_steps}; use an earlier window, or 'last 20%'"
 
 
 def _metric_problem(metric: str, config: OwnRunConfig) -> str | None:
@@ -335,24 +321,18 @@ def _unmet_metric_need(need: Need | None, config: OwnRunConfig) -> str | None:
     return problem if is_unmet else None
 
 
-def diff_configs(base: RunConfig, changed: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """Return every dotted key whose resolved value differs, with both values."""
-    return _diff_flat_configs(_flatten_config(base), _flatten_config(changed))
+def diff_configs(baseline: RunConfig, config: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Return every dotted key whose resolved value differs, with both values.
 
-
-def _flatten_config(config: RunConfig) -> dict[str, Any]:
-    """Return the configuration by dotted keys, without the recipe's folder."""
-    return dotted(config.model_dump(mode="json", exclude={"trainer": {"recipe_dir"}}))
-
-
-def _diff_flat_configs(base: dict[str, Any], changed: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return keys whose values differ, except defaults that only one of two section types has."""
+    Left out are the recipe's folder, and defaults that only one of two section types has.
+    """
+    # With keys of the baseline first, in its order
+    base, changed = (
+        dotted(arm.model_dump(mode="json", exclude={"trainer": {"recipe_dir"}})) for arm in (baseline, config)
+    )
     implied = implied_by_types(base, changed)
-    return {
-        key: (base.get(key), changed.get(key))
-        for key in (*base, *(key for key in changed if key not in base))
-        if base.get(key) != changed.get(key) and key not in implied
-    }
+    values = {key: (base.get(key), changed.get(key)) for key in base | changed if key not in implied}
+    return {key: (old, new) for key, (old, new) in values.items() if old != new}
 
 
 def compare_hash(compare: Compare) -> str:
@@ -383,13 +363,8 @@ def _make_warm_start_config(baseline: RunConfig, config: OwnRunConfig) -> OwnRun
     if not isinstance(baseline, OwnRunConfig):  # an external trainer has no warm start to share
         baseline = config
     # The runs' schedule ends at their last step, and its minimum may exceed this learning rate.
-    optimizer = baseline.policy.optimizer.model_copy(
-        update={
-            "learning_rate": warm_start.learning_rate,
-            "schedule": "constant",
-            "min_learning_rate": 0.0,
-        }
-    )
+    changes = {"learning_rate": warm_start.learning_rate, "min_learning_rate": 0.0}
+    optimizer = baseline.policy.optimizer.model_copy(update=changes | {"schedule": "constant"})
     return baseline.model_copy(
         update={
             "algorithm": Sft(type="sft", batch_size=warm_start.batch_size),

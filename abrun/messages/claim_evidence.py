@@ -44,11 +44,6 @@ def _climb_not_shown(margin: float, step: int, climb: float, bound: float) -> st
     )
 
 
-def _outside_domain(transform: str, value: float) -> str:
-    allowed = "of at least 1" if transform == "log_excess" else "above 0"
-    return f"transform {transform!r} got the value {value:.6g}, but takes only values {allowed}"
-
-
 def _skewed(sample: str, skewness: float | None, num_far: int | None, p: float) -> str:
     sign = f"skewness {skewness:+.2g}" if skewness is not None else _OUTLIERS[num_far or 1]
     return (
@@ -69,10 +64,6 @@ def _differs_earlier(blocks: Sequence[str], largest: str, difference: float) -> 
     return f"the arms differ by more than the margin in steps {', '.join(blocks)} ({size})"
 
 
-def _values_unfit(needed: str) -> str:
-    return f"its values in the window are missing, or not all {_NEEDED_VALUES[needed]}"
-
-
 MESSAGES: dict[Code, Message] = {
     Code.WEIGHTS_DIFFER: "the weights of seed {seed} differ",
     Code.VALUES_DIFFER: "first at step {step} of seed {seed}: {baseline:repr} and {treatment:repr}",
@@ -83,8 +74,13 @@ MESSAGES: dict[Code, Message] = {
     Code.NONE_FINISHED: "no {paired:if pair|run of an arm} has finished",
     Code.PAIRS_ALONE: "{exact:if bit-exactness|the distance of final weights} can only be tested on pairs of "
     "one seed",
-    Code.VALUES_UNFIT: _values_unfit,
-    Code.OUTSIDE_DOMAIN: _outside_domain,
+    Code.VALUES_UNFIT: lambda needed: (
+        f"its values in the window are missing, or not all {_NEEDED_VALUES[needed]}"
+    ),
+    Code.OUTSIDE_DOMAIN: lambda transform, value: (
+        f"transform {transform!r} got the value {value:.6g}, but takes only values "
+        f"{'of at least 1' if transform == 'log_excess' else 'above 0'}"
+    ),
     Code.CLAIM_OUTSIDE_DOMAIN: "{problem}; declare another transform",
     Code.YARDSTICK_NOT_POSITIVE: "the margin is {margin}, but the baseline's {unit} is not shown to be above "
     "0",

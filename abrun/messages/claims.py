@@ -16,6 +16,7 @@ from abrun.messages.numbers import (
     certified_text,
     confidence_text,
     count_text,
+    counted,
     difference_and_seeds_text,
     difference_unit,
     interval_level_text,
@@ -30,42 +31,26 @@ Detected = Mapping[str, Any] | None  # a difference whose interval excludes zero
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Tested:
-    """A claim that was tested on a sample."""
+class _Outcome:
+    """The outcome of a claim that was tested on a sample of two arms."""
 
     metric: str
     over: Mapping[str, Any]  # `pairs` (or the `runs` of both arms), `steps`, `window`, `recipe`, `welch`
-
-    @property
-    def sample(self) -> str:
-        """The sample and the steps: `5 pairs of this recipe, steps 33-40`."""
-        over = self.over
-        steps = "-".join(map(str, over["steps"])) if over["steps"] else over["window"]
-        window = SCORES_TEXT.get(over.get("axis", "")) or f"steps {steps}"
-        if over["runs"] is None:
-            runs = f"{over['pairs']} {self.pair}{'s' * (over['pairs'] != 1)}"
-        elif not over["runs"][0]:
-            runs = count_text(over["runs"][1], "prompt" if self.pair == "prompt" else "run")
-        else:
-            runs = f"{over['runs'][0]} and {over['runs'][1]} unpaired runs{' (Welch)' * over['welch']}"
-        sample = f"{runs}{' of this recipe' * over['recipe']}"
-        return sample if self.pair == "prompt" else f"{sample}, {window}"
-
-    @property
-    def pair(self) -> str:
-        """Unit on which the claim was tested: pairs of runs, or the prompts of two runs."""
-        return "prompt" if self.over.get("unit") == "prompt" else "pair"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Outcome(_Tested):
-    """The outcome of a claim on two arms."""
 
     margin: str
     alpha: float
     warnings: Sequence[str]
     arm: str
     baseline_arm: str
+
+    @property
+    def sample(self) -> str:
+        return _sample_text(self.over)
+
+    @property
+    def pair(self) -> str:
+        """Unit on which the claim was tested: pairs of runs, or the prompts of two runs."""
+        return "prompt" if self.over.get("unit") == "prompt" else "pair"
 
     @property
     def confidence(self) -> str:
@@ -84,6 +69,21 @@ class _Outcome(_Tested):
 
     def interval_text(self, interval: Sequence[float]) -> str:
         return f"{interval_level_text(self.alpha)} CI {interval_text(interval)}"
+
+
+def _sample_text(over: Mapping[str, Any]) -> str:
+    """Return the sample and the steps: `5 pairs of this recipe, steps 33-40`."""
+    is_prompts = over.get("unit") == "prompt"
+    steps = "-".join(map(str, over["steps"])) if over["steps"] else over["window"]
+    window = SCORES_TEXT.get(over.get("axis", "")) or f"steps {steps}"
+    if over["runs"] is None:
+        runs = counted(over["pairs"], "prompt" if is_prompts else "pair")
+    elif not over["runs"][0]:
+        runs = count_text(over["runs"][1], "prompt" if is_prompts else "run")
+    else:
+        runs = f"{over['runs'][0]} and {over['runs'][1]} unpaired runs{' (Welch)' * over['welch']}"
+    sample = f"{runs}{' of this recipe' * over['recipe']}"
+    return sample if is_prompts else f"{sample}, {window}"
 
 
 def _change(arm: str, baseline_arm: str, change: str) -> str:
@@ -351,19 +351,6 @@ class _LimitUndecided(_Limited):
         return f"{head}: {self.value}; {needed}{self.clauses}"
 
 
-class _ExactHolds(_Tested):
-    def __str__(self) -> str:
-        return f"{self.metric}: bit-identical over {self.sample}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ExactBroken(_Tested):
-    where: str
-
-    def __str__(self) -> str:
-        return f"{self.metric}: not bit-identical over {self.sample}: {self.where}"
-
-
 # --- one-sided outcomes ---
 
 
@@ -450,6 +437,8 @@ MESSAGES: dict[Code, Message] = {
     Code.LIMIT_HOLDS: _LimitHolds,
     Code.LIMIT_BROKEN: _LimitBroken,
     Code.LIMIT_UNDECIDED: _LimitUndecided,
-    Code.EXACT_HOLDS: _ExactHolds,
-    Code.EXACT_BROKEN: _ExactBroken,
+    Code.EXACT_HOLDS: lambda metric, over: f"{metric}: bit-identical over {_sample_text(over)}",
+    Code.EXACT_BROKEN: lambda metric, over, where: (
+        f"{metric}: not bit-identical over {_sample_text(over)}: {where}"
+    ),
 }

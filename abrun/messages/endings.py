@@ -1,10 +1,10 @@
 """Sentences on how processes end, why runs fail or are stopped, and where they hang."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 from abrun.messages.codes import Code
 from abrun.messages.message import Message
+from abrun.messages.numbers import listed
 
 GIB = 2**30
 OUT_OF_MEMORY = (
@@ -53,11 +53,6 @@ def _ranks_silent(silent_s, ranks, num_unstarted, num_more) -> str:
     return f"no progress for {silent_s:.0f} s: {'; '.join(places)}"
 
 
-def _nodes_silent(nodes: Sequence[Mapping[str, Any]], silent_s: float) -> str:
-    names = ", ".join(f"node {node['node']} ({node['host']})" for node in nodes)
-    return f"no report from {names} for {silent_s:.0f} s"
-
-
 def _alias_not_logged(name, metric, num_steps, logged, num_more, close) -> str:
     names = ", ".join(logged) + ", ..." * bool(num_more)
     hint = f"; did you mean {close!r}?" if close else ""
@@ -84,7 +79,10 @@ MESSAGES: dict[Code, Message] = {
     Code.START_LIMIT_REACHED: "limits.start_s: no step within {limit_s:g} s of the start",
     Code.STALL_LIMIT_REACHED: "limits.stalled_s: {silence}",
     Code.RANKS_SILENT: _ranks_silent,
-    Code.NODES_SILENT: _nodes_silent,
+    Code.NODES_SILENT: lambda nodes, silent_s: (
+        f"no report from {listed('node {node} ({host})'.format_map(node) for node in nodes)} for "
+        f"{silent_s:.0f} s"
+    ),
     Code.NO_NEW_STEP: "no step after step {step} for {silent_s:.0f} s",
     Code.NO_SIGN_OF_LIFE: "no progress for {silent_s:.0f} s",
     Code.STOPPED_BY_SIGNAL: "stopped by a signal; continue with --resume",

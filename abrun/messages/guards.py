@@ -40,10 +40,6 @@ def _p_value(p: float, level: float, arm: str) -> str:
     return f"p = {p:.2g} if {arm_texts(arm, '')[0]} were no worse; significance level {level:.2g}"
 
 
-def _ratio_exceeded(quantity, ratio, limit, p, level, arm, baseline_arm) -> str:
-    return f"{quantity}: {arm} / {baseline_arm} is {ratio:.3g} (limit {limit:g}; {_p_value(p, level, arm)})"
-
-
 def _finite_text(value: float) -> str:
     return f"{value:.4g}" if math.isfinite(value) else "not a number"
 
@@ -69,5 +65,7 @@ MESSAGES: dict[Code, Message] = {
     Code.TOKEN_ERROR_EXCEEDED: _token_error_exceeded,
     Code.RATIO_NOT_RECORDED: "{quantity}: not recorded in finished runs of both arms",
     Code.RATIO_KEPT: "{quantity}: {arm} / {baseline_arm} is {ratio:.3g} (limit {limit:g})",
-    Code.RATIO_EXCEEDED: _ratio_exceeded,
+    Code.RATIO_EXCEEDED: lambda quantity, ratio, limit, p, level, arm, baseline_arm: (
+        f"{quantity}: {arm} / {baseline_arm} is {ratio:.3g} (limit {limit:g}; {_p_value(p, level, arm)})"
+    ),
 }

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from abrun.messages.codes import Code
 from abrun.messages.message import Message
-from abrun.messages.numbers import count_text, difference_unit, interval_text
+from abrun.messages.numbers import count_text, counted, difference_unit, interval_text, listed
 
 SURPRISING_SDS = 3  # a distance that would be unusual if the sd were known
 
@@ -22,32 +22,28 @@ def _window(steps: Sequence[int] | None) -> str:
 
 
 def _normal_gap(metric, transform, arm, gap, level) -> str:
-    has_share = transform == "identity" and gap < abs(level)
-    share = f" ({_percent(gap / abs(level))} of the level)" if has_share else ""
+    share = ""
+    if transform == "identity" and gap < abs(level):
+        percent = 100 * gap / abs(level)
+        share = f" ({percent:{'.0f' if percent >= 10 else '.2g'}} % of the level)"
     return (
         f"two runs of {arm} differ by up to {gap:.3g}{difference_unit(transform)}{share} in {metric} by "
         "their seeds alone; only a larger gap is unusual (95 %)"
     )
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.2g} %"
-
-
 def _pairs_show(counts: Sequence[int], differences: Sequence[float]) -> str:
     shown = ", ".join(f"{difference:.3g}" for difference in differences[:-1])
-    numbers = ", ".join(map(str, counts[:-1]))
     return (
-        f"with {numbers} or {counts[-1]} pairs of runs, the smallest difference that shows is {shown} or "
-        f"{differences[-1]:.3g} (80 % power; arms that do not correlate)"
+        f"with {listed(counts[:-1])} or {counts[-1]} pairs of runs, the smallest difference that shows is "
+        f"{shown} or {differences[-1]:.3g} (80 % power; arms that do not correlate)"
     )
 
 
 def _level_alone(arm, metric, level, steps, num_runs) -> str:
     if level is None:
         return f"{metric}: {arm} has no level"
-    runs = "1 run" if num_runs == 1 else f"{num_runs} runs"
-    return f"{metric} is {level:.4g} in {runs} of {arm} ({_window(steps)})"
+    return f"{metric} is {level:.4g} in {counted(num_runs, 'run')} of {arm} ({_window(steps)})"
 
 
 def _two_groups(runs: Sequence[Sequence[str]], levels: Sequence[float]) -> str:

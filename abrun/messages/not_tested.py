@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from abrun.messages.codes import Code, Reason
 from abrun.messages.message import Message
-from abrun.messages.numbers import deviation_text, more_text
+from abrun.messages.numbers import counted, deviation_text, listed, more_text, plural
 
 _MAX_LISTED = 4
 
@@ -32,22 +32,10 @@ def _step_one_not_settled(
     )
 
 
-def _no_reruns(has_recipe: bool) -> str:
-    return f"divergence against the noise floor: no A/A reruns ({how_to_rerun(has_recipe)})"
-
-
-def _rare_failures(num_runs: int, paired: bool, rate: float) -> str:
-    runs = f"{num_runs} {'seed' if paired else 'treatment run'}{'s' * (num_runs != 1)}"
-    return (
-        f"rare failures: 0 of {runs} failed, but a failure rate of up to {100 * rate:.0f} % is still "
-        "possible (95 % bound)"
-    )
-
-
 def _seeds_left_out(seeds: list[int], broken: list[str]) -> str:
-    listed = ", ".join(broken[:_MAX_LISTED]) + more_text(len(broken) - _MAX_LISTED)
-    endings = f" ({listed})" if broken else ""
-    return f"left out by --seeds: seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}{endings}"
+    endings = listed(broken[:_MAX_LISTED]) + more_text(len(broken) - _MAX_LISTED)
+    text = f"left out by --seeds: {plural(seeds, 'seed')} {listed(seeds)}"
+    return f"{text} ({endings})" if broken else text
 
 
 NOT_TESTED: dict[Code, Message] = {
@@ -65,10 +53,15 @@ NOT_TESTED: dict[Code, Message] = {
     Code.REFERENCE_SEEDS_UNUSED: "{seeds:plural seed} {seeds:list} of the reference: without a later run",
     Code.ULP_RUN_NOT_FINISHED: "growth of a one-ULP perturbation: {run} did not finish ({why}); launch with "
     "--resume",
-    Code.NO_RERUNS: _no_reruns,
+    Code.NO_RERUNS: lambda has_recipe: (
+        f"divergence against the noise floor: no A/A reruns ({how_to_rerun(has_recipe)})"
+    ),
     Code.LEARNING_NOT_RECORDED: "whether the baseline learned: no reward, accuracy or supervised loss is "
     "recorded",
-    Code.RARE_FAILURES: _rare_failures,
+    Code.RARE_FAILURES: lambda num_runs, paired, rate: (
+        f"rare failures: 0 of {counted(num_runs, 'seed' if paired else 'treatment run')} failed, but a "
+        f"failure rate of up to {100 * rate:.0f} % is still possible (95 % bound)"
+    ),
     Code.NO_MARGIN: "whether the arms converge alike: no claim has a margin",
     Code.LEARNING_NOT_CHECKED: "whether the baseline learned anything: `climbs: false` is declared for "
     "{metrics:list}",
@@ -128,5 +121,4 @@ def summarize_not_tested(reasons: Sequence[Reason]) -> str:
     codes = sorted({reason.code for reason in reasons}, key=lambda code: ranks[code])
     names = list(dict.fromkeys(SHORT_NAMES[code] for code in codes))
     omitted = ", ..." if len(names) > _MAX_NAMED else ""
-    count = f"{len(reasons)} thing{'s' * (len(reasons) != 1)}"
-    return f"{count} ({', '.join(names[:_MAX_NAMED])}{omitted})"
+    return f"{counted(reasons, 'thing')} ({listed(names[:_MAX_NAMED])}{omitted})"

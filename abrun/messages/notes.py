@@ -1,7 +1,5 @@
 """Sentences of notes: facts that qualify a verdict, and guesses about runs."""
 
-from collections.abc import Mapping, Sequence
-
 from abrun.messages.codes import Code
 from abrun.messages.message import Message
 from abrun.messages.validity import first_and_more
@@ -16,29 +14,18 @@ def _counters_differ(metric, grids, late, num_shared, first, last) -> str:
 
 
 def _grids_differ(metric, grids, averaged, num_shared, first, last) -> str:
-    ranges = ", ".join(f"{name} {_step_range(**grid)}" for name, grid in grids.items())
+    ranges = ", ".join(
+        f"{name} {grid['first']}-{grid['last']}" + f" every {grid['every']}" * (grid["every"] > 1)
+        for name, grid in grids.items()
+    )
     caution = "; the runs that log less often may log averages" * averaged
     return (
         f"{metric}: recorded at different steps ({ranges}); {_compared_on(num_shared, first, last)}{caution}"
     )
 
 
-def _step_range(first: int, last: int, every: int) -> str:
-    return f"{first}-{last}" + (f" every {every}" if every > 1 else "")
-
-
 def _compared_on(num_shared: int, first: int, last: int) -> str:
     return f"compared on the {num_shared} steps that all runs have ({first}-{last})"
-
-
-def _code_differs(versions: Sequence[Mapping[str, list[str]]]) -> str:
-    groups = (f"{', then '.join(group['code'])} ({first_and_more(group['runs'])})" for group in versions)
-    return f"the runs used different code: {', '.join(groups)}"
-
-
-def _precision_differs(arm: str, precisions: Mapping[str, list[str]]) -> str:
-    differences = [f"{label} in {dtype} instead of {usual}" for label, (usual, dtype) in precisions.items()]
-    return f"{arm}: {', '.join(differences)}"
 
 
 def _trace_differs(step, seed, num_tensors, num_beyond, first, relative_error, ulps, last_agreeing) -> str:
@@ -66,8 +53,16 @@ NOTES: dict[Code, Message] = {
     Code.NOTE_OF_RUNS: "{runs:some}: {note}",
     Code.DECIDED_AT_LAUNCH: "{decision}",
     Code.NOISE_NOT_WRITTEN: "the noise of this experiment was not added to its history: {problem}",
-    Code.CODE_DIFFERS: _code_differs,
-    Code.PRECISION_DIFFERS: _precision_differs,
+    Code.CODE_DIFFERS: lambda versions: (
+        "the runs used different code: "
+        + ", ".join(
+            f"{', then '.join(group['code'])} ({first_and_more(group['runs'])})" for group in versions
+        )
+    ),
+    Code.PRECISION_DIFFERS: lambda arm, precisions: (
+        f"{arm}: "
+        + ", ".join(f"{label} in {dtype} instead of {usual}" for label, (usual, dtype) in precisions.items())
+    ),
     Code.ON_RECORDED_ROLLOUTS: "{arm} trained on recorded rollouts: the verdict is about the trainers on "
     "these rollouts, as far as train/token_mult_prob_error stays near the baseline's",
     Code.GPUS_SHARED: "up to {runs_per_gpu} runs shared each GPU, so their step times are not compared",

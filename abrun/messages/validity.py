@@ -6,7 +6,7 @@ from typing import Any
 
 from abrun.messages.codes import Code
 from abrun.messages.message import Message
-from abrun.messages.numbers import more_text
+from abrun.messages.numbers import listed, more_text, plural
 
 UNPAIRED_HINT = "; --unpaired compares them as independent runs (Welch)"
 _MAX_GRIDS = 4
@@ -45,38 +45,8 @@ def alias_hint(recorded: Sequence[str]) -> str:
     return f"; map names with --alias (recorded: {names})" if names else "; map names with --alias"
 
 
-def _no_shared_seed(baseline, baseline_seeds, arm, arm_seeds, can_unpair) -> str:
-    return (
-        f"no common seed: {baseline} has {_seeds(baseline_seeds)}, {arm} has {_seeds(arm_seeds)}"
-        f"{UNPAIRED_HINT * can_unpair}"
-    )
-
-
 def _seeds(seeds: Sequence[int]) -> str:
-    if not seeds:
-        return "no runs"
-    return f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
-
-
-def _unpaired_seeds(seeds: list[int], arm: str, can_unpair: bool) -> str:
-    return (
-        f"unpaired {_seeds(seeds)}: {arm} has no such run, but every seed needs both arms"
-        f"{UNPAIRED_HINT * can_unpair}"
-    )
-
-
-def _seeds_not_shared(seeds: list[int], arm: str, can_unpair: bool) -> str:
-    return f"{_seeds(seeds)} left out: {arm} has no such run{UNPAIRED_HINT * can_unpair}"
-
-
-def _run_not_finished(run: str, status: str) -> str:
-    state = "its directory is missing" if status == "missing" else status
-    return f"{run} is not finished ({state}); launch with --resume"
-
-
-def _runs_exchanged(run: str, identity: Mapping[str, Any]) -> str:
-    fields = ", ".join(f"{key} {value}" for key, value in identity.items())
-    return f"{run}: its config.json belongs to another run ({fields}); run directories were swapped"
+    return f"{plural(seeds, 'seed')} {listed(seeds)}" if seeds else "no runs"
 
 
 def _config_mixed(key: str, values: list[list[tuple[str, str]]], paired: bool) -> str:
@@ -87,10 +57,7 @@ def _config_mixed(key: str, values: list[list[tuple[str, str]]], paired: bool) -
 
 def _environment_differs(key: str, baseline: str, run: str, values: Any) -> str:
     if isinstance(values, Mapping):
-        changes = [
-            f"{name} {baseline_version} against {version}"
-            for name, (baseline_version, version) in values.items()
-        ]
+        changes = [f"{name} {base} against {version}" for name, (base, version) in values.items()]
         text = ", ".join(changes[:_MAX_VERSIONS]) + more_text(len(changes) - _MAX_VERSIONS)
     else:
         text = " against ".join(map(_short_text, values))
@@ -129,31 +96,25 @@ def _steps_missing(runs, metric, num_missing, num_expected, first, last, step, r
 
 def _metric_missing(metric, role, run, step, unread, alias) -> str:
     if run is None:
-        reason = unread_text(unread) or (_mistaken_alias(**alias) if alias else "")
+        mistaken = f": trainer.aliases maps it to {alias['name']!r}, but the log has: " if alias else ""
+        reason = unread_text(unread) or (mistaken and mistaken + ", ".join(alias["logged"]))
         return f"missing metric: no run recorded {metric} ({role}){reason}"
     place = "" if step is None else f" at step {step}"
     return f"missing metric: {run} did not record {metric} ({role}){place}{unread_text(unread)}"
 
 
-def _mistaken_alias(name: str, logged: list[str]) -> str:
-    return f": trainer.aliases maps it to {name!r}, but the log has: {', '.join(logged)}"
-
-
-def _first_step_missing(recorded: list[str]) -> str:
-    return (
-        "missing metric: step one needs a reward, loss or gradient norm that both arms record at step 0 or 1"
-        f"{alias_hint(recorded)}; or leave step one out: --no-step-one"
-    )
-
-
-def _first_step_not_recorded(recorded: list[str]) -> str:
-    return f"no reward, loss, gradient norm or entropy is recorded in both arms{alias_hint(recorded)}"
-
-
 VALIDITY: dict[Code, Message] = {
-    Code.NO_SHARED_SEED: _no_shared_seed,
-    Code.UNPAIRED_SEEDS: _unpaired_seeds,
-    Code.SEEDS_NOT_SHARED: _seeds_not_shared,
+    Code.NO_SHARED_SEED: lambda baseline, baseline_seeds, arm, arm_seeds, can_unpair: (
+        f"no common seed: {baseline} has {_seeds(baseline_seeds)}, {arm} has {_seeds(arm_seeds)}"
+        f"{UNPAIRED_HINT * can_unpair}"
+    ),
+    Code.UNPAIRED_SEEDS: lambda seeds, arm, can_unpair: (
+        f"unpaired {_seeds(seeds)}: {arm} has no such run, but every seed needs both arms"
+        f"{UNPAIRED_HINT * can_unpair}"
+    ),
+    Code.SEEDS_NOT_SHARED: lambda seeds, arm, can_unpair: (
+        f"{_seeds(seeds)} left out: {arm} has no such run{UNPAIRED_HINT * can_unpair}"
+    ),
     Code.BASELINE_FAILED: "{runs:first} failed ({failure}), and without its baseline a seed cannot be "
     "compared; fix the cause and run it again",
     Code.RERUN_FAILED: "{runs:first} failed ({failure}), so the noise floor rests on fewer baseline reruns "
@@ -161,8 +122,14 @@ VALIDITY: dict[Code, Message] = {
     Code.UNPAIRED_BASELINE_FAILED: "{runs:first} failed ({failure}), and without its failed runs the "
     "baseline looks better than it is; fix the cause",
     Code.RUN_UNREADABLE: "{run} cannot be read: {problem}{forbidden:if |; repair or remove the damaged file}",
-    Code.RUN_NOT_FINISHED: _run_not_finished,
-    Code.RUNS_EXCHANGED: _runs_exchanged,
+    Code.RUN_NOT_FINISHED: lambda run, status: (
+        f"{run} is not finished ({'its directory is missing' if status == 'missing' else status}); launch "
+        "with --resume"
+    ),
+    Code.RUNS_EXCHANGED: lambda run, identity: (
+        f"{run}: its config.json belongs to another run "
+        f"({', '.join(f'{key} {value}' for key, value in identity.items())}); run directories were swapped"
+    ),
     Code.ROLLOUTS_DIFFER: "{run} and {other} {recorded:if trained on different recorded rollouts|did not "
     "both record what they trained on}",
     Code.RUN_COPIED: "{run} is a copy of {original}: all numbers are the same, even the times",
@@ -189,7 +156,10 @@ VALIDITY: dict[Code, Message] = {
     "pair cannot be compared",
 }
 FIRST_STEP: dict[Code, Message] = {
-    Code.FIRST_STEP_MISSING: _first_step_missing,
+    Code.FIRST_STEP_MISSING: lambda recorded: (
+        "missing metric: step one needs a reward, loss or gradient norm that both arms record at step 0 or 1"
+        f"{alias_hint(recorded)}; or leave step one out: --no-step-one"
+    ),
     Code.FIRST_STEP_OF_SCORES: "the sources hold scores, without training steps",
     Code.FIRST_STEP_NOT_PAIRED: "unpaired runs have no common first step",
     Code.FIRST_STEP_OFF: "switched off ({option})",
@@ -201,7 +171,9 @@ FIRST_STEP: dict[Code, Message] = {
     "at {treatment}",
     Code.FIRST_STEP_LATE: "the first recorded step is {step}, after the first updates",
     Code.FIRST_STEP_NOT_FINITE: "both arms record only NaN or Inf at their first step",
-    Code.FIRST_STEP_NOT_RECORDED: _first_step_not_recorded,
+    Code.FIRST_STEP_NOT_RECORDED: lambda recorded: (
+        f"no reward, loss, gradient norm or entropy is recorded in both arms{alias_hint(recorded)}"
+    ),
     Code.PROMPTS_NOT_KNOWN: "{metric} is {baseline_value:.6g} in {baseline} and {value:.6g} in {arm} at step "
     "{step} (seed {seed}); it is unknown whether the arms saw the same prompts{hashes:if  (environment.json: "
     "prompts_sha256)}; --no-step-one leaves step one out",

@@ -1,7 +1,7 @@
 """Sentences of verdicts: reasons why an arm fails or stays undecided, and descriptions without a test."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 
 from abrun.messages.codes import Code
 from abrun.messages.message import Message
@@ -29,51 +29,28 @@ _MARGINS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _StepOneDiffers:
-    """The first step differs by more than rounding."""
-
-    metric: str
-    baseline: float
-    treatment: float
-    step: int
-    seed: int
-    deviation: float
-    scale: float
-    scale_from: str
-    tolerance: float
-    tolerance_from: str
-    arm: str
-    baseline_arm: str
-
-    def __str__(self) -> str:
-        treatment, baseline = arm_texts(self.arm, self.baseline_arm)
-        deviation = deviation_text(self.deviation, self.scale, self.scale_from)
-        return (
-            f"step one: {self.metric} is {self.baseline:.6g} in {baseline} and {self.treatment:.6g} in "
-            f"{treatment} at step {self.step} (seed {self.seed}): the deviation is {deviation}, above the "
-            f"tolerance of {self.tolerance:.2g} ({self.tolerance_from})"
-        )
-
-
-class _StepOneOpen(_StepOneDiffers):
-    """The first step differs by more than the tolerance, and rounding may explain it."""
-
-    def __str__(self) -> str:
-        return f"{super().__str__()}; the cause may be rounding or a fault"
-
-
-class _MetricRedefined(_StepOneDiffers):
-    """One metric differs, and not the training."""
-
-    def __str__(self) -> str:
-        definition = f"another definition of {self.metric}, not another training"
-        return f"{super().__str__()}; {definition}: the other metrics agree"
-
-
-def _guard_open(guard: str, reason: str, result: str) -> str:
-    """A guard's limit is exceeded, but in the baseline too, or within seed noise."""
-    return f"guard {guard}: {reason}; {_OPEN_GUARDS[result]}"
+def _step_one(
+    ending: str,
+    metric: str,
+    baseline: float,
+    treatment: float,
+    step: int,
+    seed: int,
+    deviation: float,
+    scale: float,
+    scale_from: str,
+    tolerance: float,
+    tolerance_from: str,
+    arm: str,
+    baseline_arm: str,
+) -> str:
+    """The first step differs by more than rounding; `ending` says what that may mean."""
+    treatment_name, baseline_name = arm_texts(arm, baseline_arm)
+    return (
+        f"step one: {metric} is {baseline:.6g} in {baseline_name} and {treatment:.6g} in {treatment_name} at "
+        f"step {step} (seed {seed}): the deviation is {deviation_text(deviation, scale, scale_from)}, above "
+        f"the tolerance of {tolerance:.2g} ({tolerance_from}){ending.format(metric=metric)}"
+    )
 
 
 def _described(
@@ -169,11 +146,6 @@ def _no_shared_metric(baseline: Sequence[str], treatment: Sequence[str], unread:
     )
 
 
-def _margin_offered(of: str, size: float, rounded_up_to: float | None) -> str:
-    origin = _MARGINS[of].format(size=size)
-    return origin if rounded_up_to is None else f"{origin}, rounded up to {rounded_up_to:.3g}"
-
-
 MESSAGES: dict[Code, Message] = {
     Code.NO_CLAIM: "no claim given: this describes the runs and tests nothing; for a verdict, add --claim "
     "METRIC:WINDOW:MARGIN",
@@ -181,11 +153,13 @@ MESSAGES: dict[Code, Message] = {
     "arms converge alike; add compare.claims with a margin",
     Code.OF_ARM: "{arm}: {reason}",
     Code.MORE_FAULTS: "and {num} more of this kind",
-    Code.STEP_ONE_DIFFERS: _StepOneDiffers,
-    Code.STEP_ONE_OPEN: _StepOneOpen,
-    Code.METRIC_REDEFINED: _MetricRedefined,
+    Code.STEP_ONE_DIFFERS: partial(_step_one, ""),
+    Code.STEP_ONE_OPEN: partial(_step_one, "; the cause may be rounding or a fault"),
+    Code.METRIC_REDEFINED: partial(
+        _step_one, "; another definition of {metric}, not another training: the other metrics agree"
+    ),
     Code.GUARD_FAILS: "guard {guard} fails: {reason}",
-    Code.GUARD_OPEN: _guard_open,
+    Code.GUARD_OPEN: lambda guard, reason, result: f"guard {guard}: {reason}; {_OPEN_GUARDS[result]}",
     Code.ONE_RUN_EACH: "one run of each arm: the difference may be seed noise, so nothing is tested",
     Code.POST_HOC: "post hoc: {why}",
     Code.PROMPTS_AS_UNITS: "one run of each arm, paired by prompt: this holds for these two checkpoints on "
@@ -196,5 +170,8 @@ MESSAGES: dict[Code, Message] = {
     Code.FAR_APART: _far_apart,
     Code.LEFT_OUT_OF_METRICS: _left_out_of_metrics,
     Code.NO_SHARED_METRIC: _no_shared_metric,
-    Code.MARGIN_OFFERED: _margin_offered,
+    Code.MARGIN_OFFERED: lambda of, size, rounded_up_to: (
+        _MARGINS[of].format(size=size)
+        + ("" if rounded_up_to is None else f", rounded up to {rounded_up_to:.3g}")
+    ),
 }

@@ -85,9 +85,7 @@ class Claim(Section):
             return raw
         if raw.get("margin") is not None:
             raise FieldError("got within and margin, which are the same; drop one of the two")
-        return {
-            ("margin" if key == "within" else key): value for key, value in raw.items() if key != "margin"
-        }
+        return {"margin" if key == "within" else key: raw[key] for key in raw if key != "margin"}
 
     @model_validator(mode="before")
     @classmethod
@@ -171,6 +169,8 @@ class Claim(Section):
                 f"got {fields[0]}: {getattr(self, fields[0])} for {DIVERGENCE_RATE!r}; allowed: below, "
                 "not_worse or better with a share of the runs below 1, such as '5%'"
             )
+        if self.metric == DIVERGENCE_RATE and self.higher_is_better:
+            raise FieldError(f"got 'higher is better' for {DIVERGENCE_RATE!r}, where lower is; drop it")
         is_distance = isinstance(self.below, float | int) and self.below > 0
         if self.metric == FINAL_WEIGHTS and not (self.exact or is_distance):
             raise FieldError(
@@ -190,9 +190,8 @@ class Claim(Section):
 
     def _declared_fields(self) -> list[ClaimField]:
         fields: tuple[ClaimField, ...] = ("margin", "not_worse", "better", "below", "above", "sd", "exact")
-        return [
-            field for field in fields if getattr(self, field) is not (False if field == "exact" else None)
-        ]
+        values = {field: getattr(self, field) for field in fields}
+        return [field for field, value in values.items() if value is not None and value is not False]
 
     @property
     def kind(self) -> ClaimKind:

@@ -44,28 +44,21 @@ def arms_table(content: VerdictFile) -> Table | None:
     outliers, row = _outlying_arms(rows, content.baseline), rows[0]
     window = SCORES_TEXT.get(row["axis"]) or f"steps {row['steps'][0]}-{row['steps'][1]}"
     baseline = [content.baseline, f"{row['baseline']:.4g}", "baseline", "", ""]
-    cells = [
-        [
-            row.arm,
-            f"{row['treatment']:.4g}",
-            difference_text(row["difference"], row["interval"])
-            if row["interval"]
-            else f"{row['difference']:+.3g}",
-            _others_text(content.select("description", row.arm)),
-            "stands out" * (row.arm in outliers),
+    cells = []
+    for row in rows:
+        difference, interval = row["difference"], row["interval"]
+        text = difference_text(difference, interval) if interval else f"{difference:+.3g}"
+        tested = [
+            other for other in content.select("description", row.arm) if other["p_adjusted"] is not None
         ]
-        for row in rows
-    ]
+        counts = f"{sum(map(is_discovered, tested))} of {tested[0]['num_metrics']}" if tested else "-"
+        outlier = "stands out" * (row.arm in outliers)
+        cells.append([row.arm, f"{row['treatment']:.4g}", text, counts, outlier])
     baseline[-1] = "stands out" * (content.baseline in outliers)
     cells.insert(sum(row["difference"] < 0 for row in rows), baseline)
     difference = "difference [90 % CI]" if any(row["interval"] for row in rows) else "difference"
     heading = columns("arm", f"{row['metric']}, {window}", difference, "others that differ", "", fold=True)
     return Table(heading, cells, optional=("others that differ",))
-
-
-def _others_text(described: list[Evidence]) -> str:
-    others = [row for row in described if row["p_adjusted"] is not None]
-    return f"{sum(map(is_discovered, others))} of {others[0]['num_metrics']}" if others else "-"
 
 
 def _outlying_arms(rows: list[Evidence], baseline: str) -> list[str]:
@@ -84,9 +77,8 @@ def short_reasons(content: VerdictFile) -> list[str]:
     kept_reasons = [*compress(content.reasons, (reason.code not in _IN_ROW for reason in inner))]
     arm_reasons = [reason for reason in kept_reasons if reason.code == Code.OF_ARM]
     shown_reasons = [reason for reason in kept_reasons if reason not in arm_reasons[MAX_NAMED:]]
-    omitted = [f"{len(arm_reasons) - MAX_NAMED} more reasons of single arms: -v"] * (
-        len(arm_reasons) > MAX_NAMED
-    )
+    num_more = len(arm_reasons) - MAX_NAMED
+    omitted = [f"{num_more} more reasons of single arms: -v"] * (num_more > 0)
     return [*_summarize(content), *sentences(shown_reasons), *omitted]
 
 

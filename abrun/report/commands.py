@@ -33,10 +33,9 @@ def comparison_options(experiment: RecordedExperiment, num_pairs: int | None = N
     compare = experiment.compare
     interim = compare.interim if num_pairs in (None, *compare.interim[-1:]) else []
     if compare_hash(compare) != experiment.launched_compare_sha256:
-        content = compare.model_copy(update={"interim": interim}).model_dump(
-            mode="json", exclude_defaults=True
-        )
-        return f" --set {shlex.quote(f'compare={json.dumps(content)}')}"
+        compare = compare.model_copy(update={"interim": interim})
+        content = json.dumps(compare.model_dump(mode="json", exclude_defaults=True))
+        return f" --set {shlex.quote(f'compare={content}')}"
     return "" if interim == compare.interim else " --set compare.interim=[]"
 
 
@@ -47,7 +46,7 @@ def join_numbers(seeds: Sequence[int]) -> str:
 # Placeholders in suggested commands, filled from the command line that the user typed.
 
 RUNS_DIR = Path("runs")  # default of --runs-dir
-UNPAIRED, VERSIONS_DIFFER = " --unpaired", " --versions-differ"
+UNPAIRED = " --unpaired"
 COMPARE_WITH_REFERENCE = "abrun compare NEW --reference FILE"
 LAUNCH_COMMANDS = ("launch", "faults")  # commands that start runs
 # Options that say how to read foreign runs
@@ -68,22 +67,18 @@ def fill_placeholders(command: str, experiment: RecordedExperiment, words: Seque
         command = command.replace(f" --no-compare && {COMPARE_WITH_REFERENCE}", "")
     if not compare_words:
         return command.replace("RUNS", experiment_argument(experiment)) if experiment.directory else command
-    if command.startswith(
-        ("abrun reference save NEW", "abrun compare NEW NEW")
-    ):  # read as those that were compared
-        flags = (
-            [VERSIONS_DIFFER.strip()] if "compare" in command and VERSIONS_DIFFER.strip() in options else []
-        )
-        return shlex.join([*shlex.split(command), *_split_options(options, READING_OPTIONS)[0], *flags])
+    reading = _split_options(options, READING_OPTIONS)[0]
+    if command.startswith(("abrun reference save NEW", "abrun compare NEW NEW")):
+        # New runs are read as those that were compared
+        flags = ["--versions-differ"] * ("compare" in command and "--versions-differ" in options)
+        return shlex.join([*shlex.split(command), *reading, *flags])
     if command.startswith("abrun compare RUNS NEW"):  # the report of these runs stays where it is
-        return shlex.join(["abrun", "compare", *sources, "NEW", *_split_options(options, READING_OPTIONS)[0]])
+        return shlex.join(["abrun", "compare", *sources, "NEW", *reading])
     if UNPAIRED.strip() in options:
         command = command.replace(UNPAIRED, "")
-    replaced_options = [
-        option for option in ("--seeds", "--claim", "--step-column") if f" {option} " in command
-    ]
-    replaced_options += ["--interim"] * (" --seeds " in command)  # declared for the runs compared before
-    _, options = _split_options(options, replaced_options)
+    replaced = [option for option in ("--seeds", "--claim", "--step-column") if f" {option} " in command]
+    replaced += ["--interim"] * ("--seeds" in replaced)  # declared for the runs compared before
+    _, options = _split_options(options, replaced)
     if command.startswith("abrun reference save"):
         sources += _split_options(options, (*READING_OPTIONS, "--seeds", "--exclude"))[0]
     command = command.replace("abrun compare RUNS", shlex.join(["abrun", "compare", *sources, *options]))
@@ -113,10 +108,9 @@ def _recipe_arguments(command: str, directory: Path, words: Sequence[str]) -> st
     if typed_recipe:
         options = ["--launcher", *["--seeds"] * (not _has_seeds(command_words))] if starts_runs else []
         kept_options = _split_options(launch_words, options)[0]
-        has_seeds = _has_seeds([*command_words, *kept_options])
-        arguments += (
-            _typed_overrides(launch_words, [*_set_keys(command), *["seeds"] * has_seeds]) + kept_options
-        )
+        set_keys = [value.partition("=")[0] for word, value in pairwise(command_words) if word == "--set"]
+        set_keys += ["seeds"] * _has_seeds([*command_words, *kept_options])
+        arguments += [*_typed_overrides(launch_words, set_keys), *kept_options]
     if starts_runs and path.parent != RUNS_DIR:
         arguments += ["--runs-dir", str(path.parent)]
     return shlex.join(arguments)
@@ -127,23 +121,16 @@ def _has_seeds(words: Sequence[str]) -> bool:
     return any(word.partition("=")[0] == "--seeds" for word in words)
 
 
-def _set_keys(command: str) -> list[str]:
-    """Return the dotted keys of a command's --set options."""
-    words = shlex.split(command)
-    return [value.partition("=")[0] for word, value in pairwise(words) if word == "--set"]
-
-
 def _typed_overrides(launch_words: Sequence[str], replaced_keys: Sequence[str]) -> list[str]:
     """Return the typed --set options: the last one of each key, and none at or below the replaced keys."""
-    words = iter(_split_options(launch_words, ["--set"])[0])
-    texts = [next(words, "") if word == "--set" else word.partition("=")[2] for word in words]
+    typed = iter(_split_options(launch_words, ["--set"])[0])
+    texts = [next(typed, "") if word == "--set" else word.partition("=")[2] for word in typed]
     values = {text.partition("=")[0]: text for text in texts}
-    return [
-        word
-        for key, text in values.items()
-        if not any(f"{key}.".startswith(f"{replaced}.") for replaced in replaced_keys)
-        for word in ("--set", text)
-    ]
+    words = []
+    for key, text in values.items():
+        if not any(f"{key}.".startswith(f"{replaced}.") for replaced in replaced_keys):
+            words += ["--set", text]
+    return words
 
 
 def _split_options(words: Sequence[str], names: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -174,10 +174,8 @@ def _refuse_folder(output: Path, experiment_dir: Path | None, *, is_declared: bo
     own_dir = experiment_dir and Path(os.path.realpath(experiment_dir))
     folder = Path(os.path.realpath(output))
     if folder.name == REPORT and folder.parent != own_dir and is_experiment(folder.parent):
-        raise ComparisonError(
-            f"--output: {output} is for the report of the experiment {folder.parent.name}; choose another "
-            "folder"
-        )
+        owner = f"is for the report of the experiment {folder.parent.name}"
+        raise ComparisonError(f"--output: {output} {owner}; choose another folder")
     if Path(os.path.realpath(output.parent)) != own_dir:
         return
     if output.is_symlink():
@@ -232,14 +230,10 @@ def compare(
     content = build_verdict_file(experiment, arms, post_hoc_reason, one_arm)
     if output is not None:
         content = replace(content, notes=[*content.notes, *record_noise(experiment, arms)])
-    claim_tests = [
-        make_claim_test(experiment, arm.arm)
-        for arm in arms
-        if keeps_order
-        and arm.verdict != "INVALID"
-        and any(result.result != "not tested" for result in arm.claims)
-    ]
-    files = [] if output is None else write_report(experiment, content, output, formats, command, claim_tests)
+    judged = [arm for arm in arms if keeps_order and arm.verdict != "INVALID"]
+    judged = [arm for arm in judged if any(result.result != "not tested" for result in arm.claims)]
+    tests = [make_claim_test(experiment, arm.arm) for arm in judged]
+    files = [] if output is None else write_report(experiment, content, output, formats, command, tests)
     steps_to_take = next_steps(experiment, content, command)
     return Comparison(content=content, arms=arms, files=files, next_steps=steps_to_take)
 
@@ -304,9 +298,7 @@ def find_post_hoc_reason(experiment: RecordedExperiment, declared: Compare) -> R
         return Code.COMPARISON_CHANGED()
     max_pairs = max((len(experiment.pairs(arm)) for arm in experiment.treatments), default=0)
     num_added = max_pairs - experiment.launched_pairs
-    if num_added > 0:
-        return Code.PAIRS_ADDED(num_pairs=num_added)
-    return None
+    return Code.PAIRS_ADDED(num_pairs=num_added) if num_added > 0 else None
 
 
 def _find_change(compare: Compare, declared: Compare) -> Reason | None:
@@ -326,11 +318,6 @@ _CLAIM_KEYS = {"metric", "window", "margin", "not_worse", "better", "below", "ab
 
 def _count_claims(claims: Sequence[Claim]) -> Counter[tuple[Any, ...]]:
     """Count equal claims, ignoring their order and planning assumptions."""
-    return Counter(
-        (
-            *claim.model_dump(include=_CLAIM_KEYS).values(),
-            claim.transform or default_transform(claim.metric),
-            claim.better_direction,
-        )
-        for claim in claims
-    )
+    declared = [tuple(claim.model_dump(include=_CLAIM_KEYS).values()) for claim in claims]
+    transforms = [claim.transform or default_transform(claim.metric) for claim in claims]
+    return Counter(zip(declared, transforms, [claim.better_direction for claim in claims], strict=True))

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Group, RenderableType
+from rich.console import RenderableType, group
 from rich.text import Text
 
 from abrun.errors import StoreError
@@ -83,20 +83,15 @@ def _align_prompts(samples_of_arms: Iterable[tuple[Sample, ...]]) -> list[Prompt
     prompts = list(dict.fromkeys(prompt for samples in by_prompt for prompt in samples))
     # Prompts that all arms have come first
     prompts.sort(key=lambda prompt: -sum(prompt in samples for samples in by_prompt))
-    return [
-        PromptCompletions(
-            prompt=_shorten_text(prompt),
-            completions=[_completion_json(samples.get(prompt)) for samples in by_prompt],
-        )
-        for prompt in prompts[:MAX_PROMPTS]
-    ]
-
-
-def _completion_json(sample: Sample | None) -> dict[str, Any] | None:
-    if sample is None:
-        return None
-    content = asdict(sample) | {"text": _shorten_text(sample.text)}
-    return {key: value for key, value in content.items() if key != "prompt"}
+    aligned = []
+    for prompt in prompts[:MAX_PROMPTS]:
+        completions: list[dict[str, Any] | None] = [None] * len(by_prompt)
+        for index, samples in enumerate(by_prompt):
+            if sample := samples.get(prompt):
+                content = asdict(sample) | {"text": _shorten_text(sample.text)}
+                completions[index] = {key: value for key, value in content.items() if key != "prompt"}
+        aligned.append(PromptCompletions(prompt=_shorten_text(prompt), completions=completions))
+    return aligned
 
 
 def _shorten_text(text: str) -> str:
@@ -105,18 +100,15 @@ def _shorten_text(text: str) -> str:
     if num_cut > 0:
         head, tail = text[: MAX_CHARACTERS * 2 // 3], text[-(MAX_CHARACTERS // 3) :]
         text = f"{head}\n[{num_cut} characters left out]\n{tail}"
-    return "\n".join(display_safe(line) for line in text.splitlines())
+    return _clean_lines(text)
 
 
 # Completions of one run, or of two runs side by side, for a terminal.
 
 
-def render_samples(names: Sequence[str], pairs: Sequence[SamplePair]) -> RenderableType:
+@group()
+def render_samples(names: Sequence[str], pairs: Sequence[SamplePair]) -> Iterator[RenderableType]:
     """Return the completions of one or two runs with these names."""
-    return Group(*_sample_renderables(names, pairs))
-
-
-def _sample_renderables(names: Sequence[str], pairs: Sequence[SamplePair]) -> Iterator[RenderableType]:
     for pair in pairs:
         yield Text(f"step {pair.step}: {display_safe(' '.join(pair.prompt.split()))}", style="bold")
         samples = (pair.left, pair.right)[: len(names)]

@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from abrun.logs.recorded.experiment import RecordedExperiment
+from abrun.messages.numbers import counted
 from abrun.report.completions import ReportedCompletions, collect_completions
 from abrun.report.evidence import Levels, claim_levels
 from abrun.report.injected import sensitivity_summary
@@ -74,8 +75,7 @@ def _describe_environments(experiment: RecordedExperiment, content: VerdictFile)
     most_shared = max(runs, key=lambda run: run.runs_per_gpu)
     if description and most_shared.runs_per_gpu > 1:
         description += f", {most_shared.runs_per_gpu} runs on each GPU{' (MPS)' * most_shared.mps}"
-    count = f"; {len(further)} more environment{'s' * (len(further) > 1)}"
-    return f"{description}{count}" if further else description
+    return f"{description}; {counted(further, 'more environment')}" if further else description
 
 
 def _describe_machine(environment: Mapping[str, Any], packages: Sequence[str]) -> str:

@@ -18,7 +18,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from abrun.experiment.preflight.checks import TRAINER_PACKAGES
-from abrun.experiment.preflight.machine import Machine, this_machine
+from abrun.experiment.preflight.machine import Machine, cpu_name, this_machine
 from abrun.experiment.preflight.settings import Packages, setting_refusal
 from abrun.messages import sentence
 from abrun.messages.codes import Reason, in_words
@@ -93,21 +93,15 @@ class Diagnosis:
             capability = f"compute capability {gpu.compute_capability}, driver {gpu.driver}"
             machine.append((f"GPU {gpu.index}", f"{gpu.name}, {memory}, {capability}"))
         machine += [] if self.gpus else [("GPU", "none")]
-        machine += [
-            ("python", self.python),
-            *((name, version or "-") for name, version in self.versions.items()),
-        ]
-        usable, unusable = Text("usable", "green"), Text("no", "red")
-        rows = [
-            (item.kind, item.name, unusable, Text(sentence(item.refusal)))
-            if item.refusal
-            else (item.kind, item.name, usable, "")
-            for item in self.parts
-        ]
+        machine += [("python", self.python)]
+        machine += [(name, version or "-") for name, version in self.versions.items()]
+        rows = []
+        for item in self.parts:
+            state = Text("no", "red") if item.refusal else Text("usable", "green")
+            rows.append((item.kind, item.name, state, Text(str(item.refusal or ""))))
         table = Table(columns("feature", "name", "", "problem and fix", fold=True), rows)
-        return Group(
-            Table((), machine), "", *(Text(sentence(reason), "yellow") for reason in self.warnings), table
-        )
+        warnings = (Text(sentence(reason), "yellow") for reason in self.warnings)
+        return Group(Table((), machine), "", *warnings, table)
 
 
 def diagnose() -> Diagnosis:
@@ -121,18 +115,15 @@ def diagnose() -> Diagnosis:
 def diagnosis_of(machine: Machine, gpus: tuple[Gpu, ...], imported: Mapping[str, Any]) -> Diagnosis:
     """Return what a machine can run. `imported`: what each probe printed, or why it failed."""
     packages = {"abrun": installed_version("abrun"), **machine.packages}
+    untested = (untested_version(name, packages.get(name)) for name in TRAINER_PACKAGES)
     return Diagnosis(
         python=platform.python_version(),
-        processor=_read_processor_name(),
+        processor=cpu_name(),
         cores=machine.cores,
         gpus=gpus,
         versions={name: packages.get(name) for name in PACKAGES},
         parts=tuple(_check_items(imported, machine.packages, bool(gpus))),
-        warnings=tuple(
-            in_words(untested)
-            for name in TRAINER_PACKAGES
-            if (untested := untested_version(name, packages.get(name)))
-        ),
+        warnings=tuple(map(in_words, filter(None, untested))),
     )
 
 
@@ -160,11 +151,10 @@ def _unusable_gpus(built: Any, version: str | None, has_gpus: bool) -> Reason | 
     cuda, count = built
     if count:
         return None
-    if os.environ.get("CUDA_VISIBLE_DEVICES") is not None and has_gpus:
-        hidden = repr(os.environ["CUDA_VISIBLE_DEVICES"])
-        return in_words(
-            f"CUDA_VISIBLE_DEVICES: got {hidden}, which hides every GPU; unset CUDA_VISIBLE_DEVICES"
-        )
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and has_gpus:
+        problem = f"CUDA_VISIBLE_DEVICES: got {visible!r}, which hides every GPU"
+        return in_words(f"{problem}; unset CUDA_VISIBLE_DEVICES")
     if not has_gpus:
         return in_words("nvidia-smi lists no GPU; use cluster.gpus_per_node: 0")
     if cuda is None:
@@ -220,12 +210,3 @@ def read_gpus(listed: str) -> tuple[Gpu, ...]:
         for row in rows
         if len(row) == len(QUERY)
     )
-
-
-def _read_processor_name() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
-            named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    except OSError:
-        named = []
-    return named[0] if named else platform.machine()

@@ -27,7 +27,6 @@ from abrun.verdict.decide import ArmSection
 from abrun.verdict.evidence import Evidence, Kind
 from abrun.verdict.results import ClaimResult
 from abrun.verdict.seed_noise import PAIR_COUNTS
-from abrun.verdict.validity import Coverage
 from abrun.verdict.verdict_file import VerdictFile
 
 MAX_LEVELS = 2  # per arm; the page has all
@@ -95,8 +94,8 @@ class ArmLine:
 def _arm_lines(content: VerdictFile, arm: str, section: ArmSection) -> Iterator[ArmLine]:
     levels = [level for level in claim_levels(content) if level.arm == arm]
     yield from (ArmLine("levels", level.text, is_main=False) for level in levels[:MAX_LEVELS])
-    if section.treatment_diff:
-        yield ArmLine("treatment", _treatment_text(section.treatment_diff))
+    if changes := describe_changes(section.treatment_diff or {}):
+        yield ArmLine("treatment", "; ".join(changes[:4]) + more_text(len(changes) - 4))
     for kind, (label, word) in LINES.items():
         evidence = content.select(kind, arm)
         text = word(evidence, content, arm)
@@ -115,16 +114,20 @@ def _arm_lines(content: VerdictFile, arm: str, section: ArmSection) -> Iterator[
 
 def _size_line(content: VerdictFile, arm: str, section: ArmSection) -> ArmLine:
     """Return the line on how many runs or pairs were judged; they pass if all planned ones were."""
-    coverage = section.coverage
-    shared_steps = f"; {_shared_steps_text(content, coverage)}" * (content.axis == "steps")
-    is_whole = content.axis != "steps" or coverage.shared_steps == coverage.all_steps
+    num_shared, num_all = section.coverage.shared_steps, section.coverage.all_steps
+    shared_steps, is_whole = "", content.axis != "steps" or num_shared == num_all
+    if content.axis == "steps":
+        shared_steps = f"; {num_shared} of {num_all} steps shared"
+        if content.reference and content.baseline == REFERENCE and num_shared < num_all:
+            shared_steps += " (the reference keeps all steps in the windows of its claims, and fewer outside)"
     if section.num_runs:
         sizes = f"{section.num_runs[0]} of {content.baseline} and {section.num_runs[1]} of {arm}"
         return ArmLine("runs", f"{sizes}, unpaired{shared_steps}", passed=sizes if is_whole else None)
-    has_all = 0 < section.num_pairs == section.num_planned_pairs
-    is_whole = is_whole and has_all and not section.interim_analyses
-    pairs = f"{section.num_pairs} of {section.num_planned_pairs} pairs"
-    return ArmLine("pairs", f"{_pairs_text(section)}{shared_steps}", passed=pairs if is_whole else None)
+    num_pairs, num_planned = section.num_pairs, section.num_planned_pairs
+    if section.interim_analyses:  # the pairs of the last completed one
+        return ArmLine("pairs", f"{num_pairs} compared, of {num_planned} planned{shared_steps}")
+    passed = f"{num_pairs} of {num_planned} pairs" if is_whole and 0 < num_pairs == num_planned else None
+    return ArmLine("pairs", f"{num_pairs} of {num_planned} finished{shared_steps}", passed=passed)
 
 
 def evidence_tables(content: VerdictFile) -> dict[Kind, list[Table]]:
@@ -144,28 +147,9 @@ def _is_compared_step_by_step(content: VerdictFile, arm: str) -> bool:
     return not content.arms[arm].num_runs and content.axis == "steps"
 
 
-def _shared_steps_text(content: VerdictFile, coverage: Coverage) -> str:
-    num_shared, num_all = coverage.shared_steps, coverage.all_steps
-    is_thinned = content.reference and content.baseline == REFERENCE and num_shared < num_all
-    explanation = " (the reference keeps all steps in the windows of its claims, and fewer outside)"
-    return f"{num_shared} of {num_all} steps shared{explanation * bool(is_thinned)}"
-
-
-def _pairs_text(section: ArmSection) -> str:
-    """Return the number of pairs judged: with interim analyses, those of the last completed one."""
-    if section.interim_analyses:
-        return f"{section.num_pairs} compared, of {section.num_planned_pairs} planned"
-    return f"{section.num_pairs} of {section.num_planned_pairs} finished"
-
-
 def describe_changes(treatment_diff: Mapping[str, Sequence[Any]]) -> list[str]:
     """Return a `key: old -> new` text for each key that a treatment changes."""
     return [f"{key}: {yaml_text(old)} -> {yaml_text(new)}" for key, (old, new) in treatment_diff.items()]
-
-
-def _treatment_text(treatment_diff: Mapping[str, Sequence[Any]]) -> str:
-    changes = describe_changes(treatment_diff)
-    return "; ".join(changes[:4]) + more_text(len(changes) - 4)
 
 
 # --- descriptions: levels and differences without a claim ---
@@ -230,12 +214,6 @@ def _steps_text(steps: tuple[int, int] | None) -> str:
     return f"{steps[0]}-{steps[1]}" if steps else "-"
 
 
-def _power_cells(noise: Evidence) -> list[str]:
-    powers = [prospect["match_power"] for prospect in noise["prospects"]]
-    needed = "more than 1000" if noise["pairs_needed"] is None else f"{noise['pairs_needed']} pairs"
-    return [*("-" if power is None else percent_text(power) for power in powers), needed]
-
-
 def _noise_tables(evidence: Sequence[Evidence], content: VerdictFile) -> list[Table]:
     """Return the table of metrics, and one of the power of claims with a margin, if there are any."""
     claimed = [noise for noise in evidence if noise["claim"] is not None]
@@ -247,32 +225,23 @@ def _noise_tables(evidence: Sequence[Evidence], content: VerdictFile) -> list[Ta
         shows = [f"shown by {PAIR_COUNTS[0]}", *(str(count) for count in PAIR_COUNTS[1:])]
         titles, cells = columns(*heading, *shows, fold=True), [_noise_cells(noise) for noise in listed]
         tables.append(Table(titles, cells, optional=("steps", "runs", *shows[:0:-1])))
-    rows = [
-        [f"{noise['metric']}: {noise['claim']}", *_power_cells(noise)]
-        for noise in claimed
-        if any(prospect["match_power"] is not None for prospect in noise["prospects"])
-    ]
+    rows = []
+    for noise in claimed:
+        powers = [prospect["match_power"] for prospect in noise["prospects"]]
+        if any(power is not None for power in powers):
+            needed = "more than 1000" if noise["pairs_needed"] is None else f"{noise['pairs_needed']} pairs"
+            cells = ["-" if power is None else percent_text(power) for power in powers]
+            rows.append([f"{noise['metric']}: {noise['claim']}", *cells, needed])
     if rows:
         counts = [f"{count} pairs" for count in PAIR_COUNTS]
         tables.append(Table(columns("P(match or pass) if equal", *counts, "80 % power at"), rows))
     return tables
 
 
-def _new_run_tables(evidence: Sequence[Evidence], content: VerdictFile) -> list[Table]:
-    """Return a table for each arm that is compared by a single run."""
-    by_arm = [[row for row in evidence if row.arm == arm] for arm in content.arms]
-    return [_new_run_table(rows) for rows in by_arm if rows]
-
-
 def _new_run_table(new_runs: Sequence[Evidence]) -> Table:
-    heading = [
-        "metric",
-        "steps",
-        f"{new_runs[0]['several']} (runs)",
-        new_runs[0]["run"],
-        "difference",
-        "in sds",
-    ]
+    """Return the table of an arm that is compared by a single run."""
+    new_run = new_runs[0]
+    heading = ["metric", "steps", f"{new_run['several']} (runs)", new_run["run"], "difference", "in sds"]
     rows = [
         [
             row["metric"],
@@ -357,17 +326,10 @@ def _divergence_line(divergences: Sequence[Evidence], content: VerdictFile, arm:
 
 
 def _ulp_text(growth: Mapping[str, Any]) -> str:
-    ratio = _ulp_ratio_text(growth)
-    if ratio is None:
-        return "no ratio to the divergence caused by one ULP, as one of the two is 0"
-    return f"{ratio} the divergence caused by one ULP"
-
-
-def _ulp_ratio_text(growth: Mapping[str, Any]) -> str | None:
     if growth["ratio"] is None:
-        return None
+        return "no ratio to the divergence caused by one ULP, as one of the two is 0"
     interval = f" {interval_text(growth['ci95'])}" if growth["ci95"] else ""
-    return f"{growth['ratio']:.2g}x{interval}"
+    return f"{growth['ratio']:.2g}x{interval} the divergence caused by one ULP"
 
 
 def _bitwise_reruns_text(divergences: Sequence[Evidence]) -> str:
@@ -385,10 +347,6 @@ def _bitwise_reruns_text(divergences: Sequence[Evidence]) -> str:
 
 
 # --- trace, final weights and cost ---
-
-
-def _trace_line(evidence: Sequence[Evidence], content: VerdictFile, arm: str) -> str | None:
-    return next((sentence(trace.reason) for trace in evidence if trace.reason), None)
 
 
 def _final_weights_line(evidence: Sequence[Evidence], content: VerdictFile, arm: str) -> str | None:
@@ -409,13 +367,12 @@ def _final_weights_line(evidence: Sequence[Evidence], content: VerdictFile, arm:
 
 
 def _cost_line(evidence: Sequence[Evidence], content: VerdictFile, arm: str) -> str | None:
-    savings = [_saving_text(saving) for saving in evidence if "," not in saving["quantity"]]
+    savings = []
+    for saving in evidence:
+        if "," not in saving["quantity"]:
+            interval = interval_text(saving["ci95"]).replace("[", " [95 % CI ") if saving["ci95"] else ""
+            savings.append(f"{saving['quantity']} {saving['ratio']:.3g}x{interval}")
     return f"{arm} relative to {content.baseline}: {'; '.join(savings)}" if savings else None
-
-
-def _saving_text(saving: Evidence) -> str:
-    interval = interval_text(saving["ci95"]).replace("[", " [95 % CI ") if saving["ci95"] else ""
-    return f"{saving['quantity']} {saving['ratio']:.3g}x{interval}"
 
 
 # --- all kinds ---
@@ -427,13 +384,20 @@ LINES: dict[Kind, tuple[str, Line]] = {
     "description": ("metrics", _metrics_line),
     "guard": ("guards", _guards_line),
     "divergence": ("divergence", _divergence_line),
-    "trace": ("trace", _trace_line),
+    "trace": (
+        "trace",
+        lambda traces, *_: next((str(trace.reason) for trace in traces if trace.reason), None),
+    ),
     "final weights": ("final weights", _final_weights_line),
     "cost": ("cost", _cost_line),
 }
 CHECKS = ("step one", "guard")  # kinds that pass or fail
 TABLES: dict[Kind, Callable[[Sequence[Evidence], VerdictFile], list[Table]]] = {
-    "new run": _new_run_tables,
+    "new run": lambda rows, content: [
+        _new_run_table(arm_rows)
+        for arm in content.arms
+        if (arm_rows := [row for row in rows if row.arm == arm])
+    ],
     "description": _description_tables,
     "seed noise": _noise_tables,
 }
@@ -480,10 +444,12 @@ def _means_text(claim: ClaimResult, baseline: str) -> str | None:
         qualifier = "difference" if terms.num_runs else "paired difference"
         size = f"{difference_text(difference, interval)} ({confidence} CI{_wider_interval_text(claim)})"
         return f"{baseline} {base:.4g}, {claim.arm} {treatment:.4g}; {qualifier} {size}"
+    is_excess = terms.transform == "log_excess"
     with np.errstate(over="ignore"):
         low, ratio, high = np.exp([interval[0], difference, interval[1]])
-    both = f"{baseline} {_level_text(base, claim)}, {claim.arm} {_level_text(treatment, claim)}"
-    qualifier = " of the excess over 1" if terms.transform == "log_excess" else ""
+        base_level, level = np.exp([base, treatment]) + is_excess
+    both = f"{baseline} {base_level:.4g}, {claim.arm} {level:.4g}"
+    qualifier = " of the excess over 1" * is_excess
     ratio_text = f"ratio{qualifier} {ratio:.3g} {interval_text((low, high))} ({confidence} CI)"
     return f"{both} (geometric means), {ratio_text}"
 
@@ -502,11 +468,6 @@ def _wider_interval_text(claim: ClaimResult) -> str:
     return ", widened because the metric takes discrete values" if is_wider else ""
 
 
-def _level_text(mean: float, claim: ClaimResult) -> str:
-    with np.errstate(over="ignore"):
-        return f"{np.exp(mean) + (claim.claim.transform == 'log_excess'):.4g}"
-
-
 def _margin_text(claim: ClaimResult) -> str | None:
     """Return the margin as a share of the level and climb, or as a factor if the claim is on a log scale."""
     terms, margin = claim.claim, claim.claim.margin
@@ -523,19 +484,13 @@ def _margin_text(claim: ClaimResult) -> str | None:
     for name, quantity in quantities.items():
         if quantity:
             share = margin / abs(quantity)
-            shares.append(
-                f"{100 * share:.0f} % of {name}" if share >= 1 else f"{100 * share:.2g} % of {name}"
-            )
+            shares.append(f"{100 * share:{'.0f' if share >= 1 else '.2g'}} % of {name}")
     return f"margin {margin_text} is {' and '.join(shares)}" if shares else None
 
 
 def _spread_text(claim: ClaimResult) -> str | None:
-    estimate = claim.estimate
-    baseline_sd, paired_sd, treatment_sd = (
-        estimate.baseline_sd,
-        estimate.sd_difference,
-        estimate.treatment_sd,
-    )
+    baseline_sd, paired_sd = claim.estimate.baseline_sd, claim.estimate.sd_difference
+    treatment_sd = claim.estimate.treatment_sd
     if baseline_sd is None or paired_sd is None:
         return None
     if claim.claim.num_runs:

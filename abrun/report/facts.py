@@ -13,6 +13,7 @@ from abrun.logs.recorded.experiment import RecordedExperiment, RecordedRun
 from abrun.messages.codes import Code, Reason
 from abrun.recipe.claims import Claim
 from abrun.runs.files import is_directory
+from abrun.runs.layout import RunName
 from abrun.runs.metric_names import DIVERGENCE_RATE, GEN_KL_ERROR, REWARD, TOKEN_MULT_PROB_ERROR
 from abrun.runs.rundir import RunDir
 from abrun.verdict.description import build_claim, find_claimable_metric
@@ -67,13 +68,13 @@ class Facts:
         return by_check or Code.TOKEN_ERROR_EXCEEDED in codes
 
     @cached_property
-    def first_failing_run(self) -> tuple[str, int]:
-        """The first failing arm, and the seed of its step-one check, else its first seed."""
+    def first_failing_run(self) -> RunName:
+        """The first failing arm's run: its seed is its step-one check's, else its first."""
         failures = [*self.failed_checks, *self.failed_guards, *self.failed_claims]
         arm = failures[0].arm if failures else self.experiment.treatments[0]
-        if self.failed_checks:
-            return arm, self.failed_checks[0]["seed"]
-        return arm, next((pair.seed for pair in self.experiment.pairs(arm)), 0)
+        seeds = [check["seed"] for check in self.failed_checks[:1]]
+        seeds += [pair.seed for pair in self.experiment.pairs(arm)]
+        return RunName(arm=arm, seed=next(iter(seeds), 0))
 
     @property
     def can_trace(self) -> bool:
@@ -100,8 +101,8 @@ class Facts:
     @property
     def has_completions(self) -> bool:
         """True if the failing run and the baseline's run of that seed both kept completions."""
-        arm, seed = self.first_failing_run
-        runs = [self.experiment.arm(name).get(seed) for name in (arm, self.experiment.baseline)]
+        name = self.first_failing_run
+        runs = [self.experiment.arm(arm).get(name.seed) for arm in (name.arm, self.experiment.baseline)]
         with suppress(StoreError):
             return all(run is not None and read_run_samples(Path(run.place)) for run in runs)
         return False
@@ -128,14 +129,20 @@ class Facts:
         return any(claim.problem for claim in self.content.claims)
 
     @cached_property
+    def runs_of_a_spread(self) -> int | None:
+        """The pairs that an untested spread needs, if there are fewer; None: no such claim."""
+        for claim in self.content.claims:
+            num_runs = min(claim.claim.num_runs or [claim.claim.num_pairs])
+            if claim.problem and claim.problem.code == Code.SPREAD_NOT_SHOWN:
+                needed = claim.problem["needed"]
+                return needed if num_runs < needed else None
+        return None
+
+    @cached_property
     def undecided_claims(self) -> list[ClaimResult]:
+        """Undecided claims that more pairs decide; logs of others may lack an estimate."""
         claims = [claim for claim in self.content.claims if claim.result == "undecided"]
-        estimated = ((claim, claim.estimate) for claim in claims)
-        return (
-            claims
-            if self.launched
-            else [claim for claim, estimate in estimated if estimate.interval or estimate.diverged]
-        )
+        return [c for c in claims if self.launched or c.estimate.interval or c.estimate.diverged]
 
     @property
     def is_float32_conclusive(self) -> bool:
@@ -185,10 +192,9 @@ class Facts:
         """Claims to make instead, if some declared ones cannot be tested with any number of seeds."""
         if not self.has_untestable_claims:
             return []
-        has_all_runs = self.claimable and not self.claimable["left_out"]
-        return self.testable_claims or (
-            [build_claim(self.claimable)] if self.claimable and has_all_runs else []
-        )
+        if self.testable_claims or not self.claimable or self.claimable["left_out"]:
+            return self.testable_claims
+        return [build_claim(self.claimable)]
 
     # --- shared seeds ---
 
@@ -226,10 +232,11 @@ class Facts:
             return []
         values = values_of(self.content, *_CODES_OF_RUNS)
         runs = {run for found in values for run in (found.get("runs") or [found.get("run")]) if run}
-        arms = [
-            [str(run) in runs for run in self.experiment.arm(arm).values()] for arm in self.experiment.arms
-        ]
-        return sorted(runs) if all(2 * sum(named) <= len(named) > 1 for named in arms) else []
+        for arm in self.experiment.arms:
+            is_named = [str(run) in runs for run in self.experiment.arm(arm).values()]
+            if not 2 * sum(is_named) <= len(is_named) > 1:
+                return []
+        return sorted(runs)
 
     @property
     def has_misplaced_runs(self) -> bool:
@@ -243,13 +250,10 @@ class Facts:
     @cached_property
     def suggested_aliases(self) -> dict[str, str]:
         """Claimed metric -> closest logged name, for recipe aliases that name no logged metric."""
-        runs = [run for run in self.experiment.runs.values() if run.finished]
-        if not runs:
-            return {}
-        config, recorded = runs[0].config or {}, runs[0].metrics
         aliases: dict[str, str] = {}
-        for metric in dict.fromkeys(claim.metric for claim in self.experiment.compare.claims):
-            alias = config.get(f"trainer.aliases.{metric}")
-            if alias and metric not in recorded:
-                aliases[metric] = (difflib.get_close_matches(str(alias), [*recorded], 1) or ["NAME"])[0]
+        for run in [run for run in self.experiment.runs.values() if run.finished][:1]:
+            for metric in dict.fromkeys(claim.metric for claim in self.experiment.compare.claims):
+                alias = (run.config or {}).get(f"trainer.aliases.{metric}")
+                if alias and metric not in run.metrics:
+                    aliases[metric] = (difflib.get_close_matches(str(alias), run.metrics, 1) or ["NAME"])[0]
         return aliases

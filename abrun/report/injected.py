@@ -16,6 +16,10 @@ from abrun.runs.files import PUBLIC_MODE, write_file, write_json
 from abrun.verdict.evidence import Evidence
 from abrun.verdict.verdict_file import evidence_row
 
+MISSED = {  # verdict on a fault that was not caught -> what became of it
+    **{"MATCH": "would have passed as a match", "PASS": "would have passed"},
+    **{"INCONCLUSIVE": "left open", "INVALID": "not judged"},
+}
 JSON_FILE, MARKDOWN_FILE = "sensitivity.json", "sensitivity.md"
 
 
@@ -44,12 +48,7 @@ def caught_sentence(faults: Sequence[Evidence], *, paired: bool) -> str:
     pairs = count_text(num_pairs, "pair") if paired else f"{num_pairs} runs of each arm"
     runs = f"{pairs} of {count_text(faults[0]['num_steps'], 'step')}"
     text = f"would have caught {num_caught} of {num_judged} injected faults ({runs})"
-    for verdict, outcome in (
-        ("MATCH", "would have passed as a match"),
-        ("PASS", "would have passed"),
-        ("INCONCLUSIVE", "left open"),
-        ("INVALID", "not judged"),
-    ):
+    for verdict, outcome in MISSED.items():
         names = [_name_with_size(fault) for fault in faults if fault.result == verdict]
         text += f"; {outcome}: {', '.join(names)}" if names else ""
     return text
@@ -122,10 +121,9 @@ def _markdown_lines(
     )
     yield ""
     yield from sensitivity_table(faults, paired=compare.paired).to_markdown()
-    for title, lines in (
-        ("Not caught", list(advice_lines(faults))),
-        ("Not injected", [f"{fault}, which {lacks}" for fault, lacks in not_injected.items()]),
-    ):
+    unmet = [f"{fault}, which {lacks}" for fault, lacks in not_injected.items()]
+    sections = {"Not caught": [*advice_lines(faults)], "Not injected": unmet}
+    for title, lines in sections.items():
         if lines:
             yield from ("", f"## {title}", "", *(f"- {escape_markdown(line)}" for line in lines))
 
@@ -144,9 +142,7 @@ def fault_algorithms_text() -> str:
 
 def fault_library_json(faults: Sequence[Fault] = FAULTS) -> list[dict[str, Any]]:
     """Return the faults as JSON; `needs` maps each requirement to the setting that meets it."""
-    return [
-        {**asdict(fault), "needs": describe_needs(fault), "source": _issue_url(fault)} for fault in faults
-    ]
+    return [asdict(fault) | {"needs": describe_needs(fault), "source": _issue_url(fault)} for fault in faults]
 
 
 def fault_lines(fault: Fault) -> Iterator[str]:
@@ -175,9 +171,8 @@ def _issue_url(fault: Fault) -> str:
 
 
 def _name_with_size(fault: Evidence) -> str:
-    return (
-        fault["fault"] if fault["size"] is None else f"{fault['fault']} ({fault['size']:g} {fault['unit']})"
-    )
+    size = "" if fault["size"] is None else f" ({fault['size']:g} {fault['unit']})"
+    return fault["fault"] + size
 
 
 def _caught_by_text(fault: Evidence) -> str:

@@ -4,14 +4,14 @@ import math
 import re
 import shlex
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
 from abrun.logs.recorded.experiment import RecordedExperiment, no_shared_step_reason
 from abrun.messages import sentence
 from abrun.messages.codes import Code
-from abrun.messages.numbers import AT_OBSERVED, direction_text, sample_unit
+from abrun.messages.numbers import AT_OBSERVED, direction_text, listed, plural, sample_unit
 from abrun.recipe.extras import missing_package
 from abrun.report.commands import (
     COMPARE_WITH_REFERENCE,
@@ -49,9 +49,6 @@ class NextStep:
     text: str
     command: str
 
-    def as_json(self) -> dict[str, str]:
-        return asdict(self)
-
 
 def next_steps(
     experiment: RecordedExperiment, content: VerdictFile, typed: str | None = None
@@ -67,7 +64,7 @@ def next_steps(
 
 def suggest_steps(facts: Facts) -> Iterator[NextStep]:
     """Yield all steps in order. They depend on who made the runs, and on whether there are claims."""
-    content, is_claimed = facts.content, bool(facts.content.claims)
+    content = facts.content
     if content.select("seed noise"):
         return after_one_arm(facts)
     if content.verdict != "INVALID" and any(claim.claim.unit == "prompt" for claim in content.claims):
@@ -81,11 +78,9 @@ def suggest_steps(facts: Facts) -> Iterator[NextStep]:
             return after_invalid(facts) if facts.launched else after_invalid_of_others(facts)
     if facts.experiment.regression:
         return while_open_with_reference(facts)
-    if facts.launched:
-        return while_open(facts) if is_claimed else while_unclaimed(facts)
-    if content.select("description"):
-        return after_description_of_others(facts)
-    return while_open_of_others(facts) if is_claimed else while_unclaimed_of_others(facts)
+    if not facts.launched:
+        return while_open_of_others(facts)
+    return while_open(facts) if content.claims else while_unclaimed(facts)
 
 
 # --- one function per situation: a rule that returns ends the search ---
@@ -146,6 +141,10 @@ def while_open(facts: Facts) -> Iterator[NextStep]:
         text = "An interim analysis is still to come: let its pairs finish"
         yield NextStep(text, resume_launch(experiment))
         return
+    if needed := facts.runs_of_a_spread:
+        text = f"Test the spread on fresh seeds: it needs at least {needed} pairs"
+        yield on_fresh_seeds(text, experiment, needed)
+        return
     if facts.has_untestable_claims:
         yield train_longer(experiment, " (see the reasons)")
     if facts.arms_with_open_checks and facts.is_float32_conclusive:
@@ -193,25 +192,24 @@ def while_unclaimed(facts: Facts) -> Iterator[NextStep]:
 def while_open_with_reference(facts: Facts) -> Iterator[NextStep]:
     """A reference can only be paired with runs of its own seeds."""
     yield from settle_step_one(facts)
+    # The seeds of the reference, and those of the runs compared with it
     reference_seeds, run_seeds = facts.reference_seeds
     seeds_left = sorted(reference_seeds - run_seeds)
     if not facts.content.claims:
         text = "The reference has no claim: say which metric has to agree, and how closely"
         yield NextStep(text, f"{COMPARE} --claim METRIC:WINDOW:MARGIN")
     elif len(seeds_left) > 1:
-        seeds = join_numbers(seeds_left)
+        seeds, named = join_numbers(seeds_left), listed(seeds_left)
+        text = f"Train the remaining seeds of the reference ({named}), then compare only those"
         launch = f"abrun launch RECIPE --seeds {seeds} --name NEW --no-compare && {COMPARE_WITH_REFERENCE}"
-        text = f"Train the remaining seeds of the reference ({', '.join(map(str, seeds_left))}), then "
-        yield NextStep(
-            f"{text}compare only those", launch if facts.launched else f"{COMPARE} --seeds {seeds}"
-        )
+        yield NextStep(text, launch if facts.launched else f"{COMPARE} --seeds {seeds}")
     elif seeds_left:
         seeds = join_numbers(sorted(reference_seeds | run_seeds))
+        text = f"Train the remaining seeds of the reference, too ({seeds_left[0]}), then compare again"
         launch = ""
         if facts.launched:
             name = folder_name(facts.experiment)
             launch = f"abrun launch RECIPE --seeds {seeds} --name {name} --resume --no-compare && "
-        text = f"Train the remaining seeds of the reference, too ({seeds_left[0]}), then compare again"
         yield NextStep(text, f"{launch}{COMPARE}")
     elif facts.has_untestable_claims:
         yield repair(facts)
@@ -219,57 +217,53 @@ def while_open_with_reference(facts: Facts) -> Iterator[NextStep]:
         yield on_fresh_seeds("Train more pairs to narrow the interval", facts.experiment)
 
 
-def after_description_of_others(facts: Facts) -> Iterator[NextStep]:
-    yield from settle_step_one(facts)
-    if facts.waiting_arms:
-        yield reach_next_analysis(facts)
-        return
-    if facts.content.select("new run"):
-        yield NextStep(MORE_OF_NEW, COMPARE)
-        return
-    if not facts.content.claims and facts.claimable:
-        text = f"Claim that they agree within a margin that you accept ({origin_of_margin(facts)})"
-        claimed = with_claims(facts.experiment, [build_claim(facts.claimable)])
-        unpaired = "" if facts.content.paired else UNPAIRED
-        lacking = [reason["run"] for reason in facts.claimable["left_out"]]
-        yield NextStep(text, f"{COMPARE}{unpaired}{exclude_options(lacking)}{claim_options(claimed)}")
-    elif not facts.content.claims:
-        why = f" ({sentence(facts.claim_problem)})" if facts.claim_problem else ""
-        text = f"No claim could be tested on these runs{why}: log what they learn, or train others"
-        yield NextStep(text, "abrun compare NEW NEW")
-    if max(facts.content.select("description")[0]["num_runs"]) == 1:
-        yield train_two_each(facts)
-
-
-def while_unclaimed_of_others(facts: Facts) -> Iterator[NextStep]:
-    yield from settle_step_one(facts)
-    if facts.waiting_arms:
-        yield reach_next_analysis(facts)
-    elif any(run.unread for run in facts.experiment.runs.values()):
-        yield repair(facts)
-    else:
-        yield NextStep("Map metrics that mean the same", f"{COMPARE} --alias train/reward=NAME")
-
-
 def while_open_of_others(facts: Facts) -> Iterator[NextStep]:
     """Suggest fresh runs: repeating a test on the same runs inflates its error rate."""
     yield from settle_step_one(facts)
-    if facts.content.select("new run"):
-        yield NextStep(MORE_OF_NEW, COMPARE)
+    content, experiment = facts.content, facts.experiment
+    described = content.select("description")
+    if needed := facts.runs_of_a_spread:
+        unit = sample_unit(paired=content.paired)
+        text = f"Train more, for at least {needed} {unit}, then compare again"
+        yield NextStep(text, COMPARE)
         return
-    if facts.replacement_claims:
+    if content.select("new run") and not facts.waiting_arms:
+        text = "For a verdict, train at least two more runs of the arm that has one"
+        yield NextStep(text, COMPARE)
+        return
+    if facts.replacement_claims and not described:
         yield replace_claims(facts)
     if facts.waiting_arms:
         yield reach_next_analysis(facts)
-    elif facts.has_untestable_claims:
+    elif described:
+        if not content.claims:
+            yield claim_what_was_described(facts)
+        if max(described[0]["num_runs"]) == 1:
+            yield train_two_each(facts)
+    elif not (content.claims or any(run.unread for run in experiment.runs.values())):
+        text = "Map metrics that mean the same"
+        yield NextStep(text, f"{COMPARE} --alias train/reward=NAME")
+    elif facts.has_untestable_claims or not content.claims:
         yield repair(facts)
     elif not facts.undecided_claims:
-        yield on_fresh_seeds("Decide it with fresh seeds", facts.experiment)
+        yield on_fresh_seeds("Decide it with fresh seeds", experiment)
     else:
         needed, num_pairs = pairs_that_decide(facts)
-        if num_pairs is None:
-            needed = f"{needed}; see whether fresh seeds show a mismatch"
-        yield on_fresh_seeds(needed, facts.experiment, num_pairs)
+        beyond = "; see whether fresh seeds show a mismatch" * (num_pairs is None)
+        yield on_fresh_seeds(f"{needed}{beyond}", experiment, num_pairs)
+
+
+def claim_what_was_described(facts: Facts) -> NextStep:
+    """Suggest a claim on the first described metric, or say why none can be tested."""
+    if facts.claimable is None:
+        why = f" ({sentence(facts.claim_problem)})" if facts.claim_problem else ""
+        text = f"No claim could be tested on these runs{why}: log what they learn, or train others"
+        return NextStep(text, "abrun compare NEW NEW")
+    text = f"Claim that they agree within a margin that you accept ({origin_of_margin(facts)})"
+    claimed = with_claims(facts.experiment, [build_claim(facts.claimable)])
+    unpaired = "" if facts.content.paired else UNPAIRED
+    runs = [reason["run"] for reason in facts.claimable["left_out"]]
+    return NextStep(text, f"{COMPARE}{unpaired}{exclude_options(runs)}{claim_options(claimed)}")
 
 
 def after_one_arm(facts: Facts) -> Iterator[NextStep]:
@@ -306,11 +300,8 @@ def after_invalid(facts: Facts) -> Iterator[NextStep]:
     if facts.has_misplaced_runs:
         yield repair(facts)
         return
-    yield NextStep(
-        "Fix what makes the comparison invalid (in the recipe, or with --set), then check the plan with a "
-        "dry run",
-        "abrun launch RECIPE --dry-run",
-    )
+    text = "Fix what makes the comparison invalid (in the recipe, or with --set), then check the plan"
+    yield NextStep(f"{text} with a dry run", "abrun launch RECIPE --dry-run")
 
 
 def after_invalid_of_others(facts: Facts) -> Iterator[NextStep]:
@@ -335,7 +326,6 @@ TRAIN_IN_FLOAT32 = (
 )
 FIX = "Repair the runs that the reasons name, then compare the repaired ones"
 FRESH = "-fresh"
-MORE_OF_NEW = "For a verdict, train at least two more runs of the arm that has one"
 EQUAL_ARMS = "the arms are truly equal"
 WITH_POWER = f"give 80 % power {AT_OBSERVED}"
 
@@ -345,8 +335,8 @@ def repair(facts: Facts) -> NextStep:
     if facts.experiment.regression:
         return NextStep(FIX, COMPARE_WITH_REFERENCE)
     if runs := facts.excludable_runs:
-        noun = "run" if len(runs) == 1 else "runs"
-        return NextStep(f"Leave out the {noun} that the reasons name", f"{COMPARE}{exclude_options(runs)}")
+        text = f"Leave out the {plural(runs, 'run')} that the reasons name"
+        return NextStep(text, f"{COMPARE}{exclude_options(runs)}")
     return NextStep(FIX, f"abrun compare NEW NEW{claim_options(facts.experiment)}")
 
 
@@ -358,17 +348,14 @@ def is_confirmation(experiment: RecordedExperiment) -> bool:
     return any(max(seeds) < min(name.seed for name in experiment.runs) for seeds in earlier)
 
 
-def _unselected_seeds(experiment: RecordedExperiment) -> list[int]:
-    return [int(seed) for run in experiment.unselected for seed in re.findall(r"/seed-(\d+)", run)]
-
-
 def on_fresh_seeds(text: str, experiment: RecordedExperiment, num_pairs: int | None = None) -> NextStep:
     """Compare seeds that no interim analysis has used, as many as there were unless more are needed.
 
     The text says how to get the runs, if the command does not.
     """
     seeds = [name.seed for runs in (experiment.runs, experiment.controls) for name in runs]
-    first_seed = 1 + max([*seeds, *_unselected_seeds(experiment)], default=-1)
+    seeds += [int(seed) for run in experiment.unselected for seed in re.findall(r"/seed-(\d+)", run)]
+    first_seed = 1 + max(seeds, default=-1)
     count = num_pairs or max([1, *(len(experiment.arm(arm)) for arm in experiment.treatments)])
     seeds = f"{first_seed}-{first_seed + count - 1}"
     if experiment.regression:
@@ -426,17 +413,15 @@ def declare_tolerances(facts: Facts) -> NextStep:
     experiment, checks = facts.experiment, facts.content.select("step one")
     declared = experiment.compare.step_one_tolerance
     tolerances = {**declared} if isinstance(declared, dict) else {}
-    tolerances |= {
-        check["metric"]: math.ceil(125 * check["deviation"]) / 100
-        for check in checks
-        if check.result == "open"
-    }
+    for check in checks:
+        if check.result == "open":
+            tolerances[check["metric"]] = math.ceil(125 * check["deviation"]) / 100
     # Their deviation cannot be distinguished from noise
     untested = dict.fromkeys(check["metric"] for check in checks if check.result == "not tested")
-    left_untested = ", ".join(metric for metric in untested if metric not in tolerances)
+    untested = [metric for metric in untested if metric not in tolerances]
     text = "If it was rounding, declare a tolerance for it and test on fresh seeds"
-    if left_untested:
-        text += f" (left untested, because fresh seeds may round differently: {left_untested})"
+    if untested:
+        text += f" (left untested, because fresh seeds may round differently: {listed(untested)})"
     compare = experiment.compare.model_copy(update={"step_one_tolerance": tolerances})
     num_pairs = max((claim.power.pairs_needed or 0 for claim in facts.undecided_claims), default=0)
     return on_fresh_seeds(text, replace(experiment, compare=compare), num_pairs or None)
@@ -460,8 +445,8 @@ def reach_next_analysis(facts: Facts) -> NextStep:
     seeds = max(([pair.seed for pair in experiment.pairs(arm)] for arm in experiment.treatments), key=len)
     num_pairs = next(count for count in interim if count > len(seeds))
     new_seeds = [max(seeds) + 1 + index for index in range(num_pairs - len(seeds))]
-    noun = "seed" if len(new_seeds) == 1 else "seeds"
-    text = f"An interim analysis is still to come: train both arms on {noun} {join_numbers(new_seeds)}"
+    named = f"{plural(new_seeds, 'seed')} {join_numbers(new_seeds)}"
+    text = f"An interim analysis is still to come: train both arms on {named}"
     options = f"--seeds {join_numbers([*seeds, *new_seeds])} --interim {join_numbers(interim)}"
     return NextStep(text, f"{COMPARE} {options}")
 
@@ -568,12 +553,12 @@ def compare_with_aliases(facts: Facts) -> str:
 def measure_mismatch(facts: Facts) -> str:
     # The weights before the update of the failed step; without a checkpoint, the initial ones
     steps = [check["step"] - 1 for check in facts.failed_checks if check["metric"] in ENGINE_ERRORS]
-    arm, seed = facts.first_failing_run
-    run = facts.experiment.runs.get(RunName(arm=arm, seed=seed))
+    name = facts.first_failing_run
+    run = facts.experiment.runs.get(name)
     if run is None or not is_directory(RunDir(Path(run.place)).checkpoints):
         steps.append(0)
     step_option = f" --step {steps[0]}" if steps else ""
-    return f"abrun logprob-diff {_first_failing_run_path(facts)}{step_option}"
+    return f"abrun logprob-diff {run_argument(facts.experiment, name)}{step_option}"
 
 
 def trace_arms(facts: Facts) -> str:
@@ -584,14 +569,9 @@ def trace_arms(facts: Facts) -> str:
 
 def show_completions(facts: Facts) -> str:
     step = f" --step {facts.failed_checks[0]['step']}" if facts.failed_checks else ""
-    experiment, seed = facts.experiment, facts.first_failing_run[1]
-    baseline_run = f"{experiment_argument(experiment)}/{experiment.baseline}/seed-{seed}"
-    return f"abrun completions {_first_failing_run_path(facts)} --against {baseline_run}{step}"
-
-
-def _first_failing_run_path(facts: Facts) -> str:
-    arm, seed = facts.first_failing_run
-    return run_argument(facts.experiment, RunName(arm=arm, seed=seed))
+    experiment, name = facts.experiment, facts.first_failing_run
+    baseline_run = f"{experiment_argument(experiment)}/{experiment.baseline}/seed-{name.seed}"
+    return f"abrun completions {run_argument(experiment, name)} --against {baseline_run}{step}"
 
 
 def run_argument(experiment: RecordedExperiment, name: RunName) -> str:

@@ -70,18 +70,6 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClaimPanel:
-    """A claim's window and margin, and the interval to be compared with the margin."""
-
-    steps: tuple[int, int]
-    margin: float
-    margin_text: str
-    accepted: tuple[float | None, float | None]  # ends of the differences that the claim accepts
-    interval: tuple[float, float] | None
-    level: float  # confidence level of the interval
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
     """Treatment minus baseline on the scale of a claim, paired by seed or between means."""
 
@@ -96,7 +84,7 @@ class Difference:
     mean: Array  # [S]
     reruns: tuple[SeriesLine, ...]  # A/A rerun minus its baseline run
     windows: tuple[Window, ...]
-    claims: tuple[ClaimPanel, ...]
+    claims: tuple[ClaimResult, ...]  # those with a margin to draw over a window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,24 +157,21 @@ def _make_differences(
         (claim.arm, claim.claim.transform) for claim in claims if claim.arm in experiment.arms
     )
     for arm, transform in arm_transforms:
-        pairs = [pair for pair in experiment.pairs(arm) if pair.finished]
-        sides = experiment.sides(arm).finished
         scale_claims = [c for c in claims if (c.arm, c.claim.transform) == (arm, transform)]
-        if min(sides.sizes):
-            yield _make_difference(
-                sides, pairs, metric, arm, experiment.arms.index(arm), transform, scale_claims
-            )
+        if min(experiment.sides(arm).finished.sizes):
+            yield _make_difference(experiment, metric, arm, transform, scale_claims)
 
 
 def _make_difference(
-    sides: Sides,
-    pairs: Sequence[Pair],
+    experiment: RecordedExperiment,
     metric: str,
     arm: str,
-    index: int,
     transform: Transform,
     claims: Sequence[ClaimResult],
 ) -> Difference:
+    pairs = [pair for pair in experiment.pairs(arm) if pair.finished]
+    sides = experiment.sides(arm).finished
+    claims = [claim for claim in claims if claim.claim.steps and claim.claim.accepted]
     steps, values = stack_runs(sides.runs, metric)
     num_baselines = len(sides.baselines)
     baselines = transform_with_gaps(values[:num_baselines], transform)
@@ -199,7 +184,7 @@ def _make_difference(
     windows = _make_windows(*finite_values, metric, sides) if has_steps else ()
     return Difference(
         arm=arm,
-        index=index,
+        index=experiment.arms.index(arm),
         transform=transform,
         scale=difference_scale(transform),
         steps=steps,
@@ -209,7 +194,7 @@ def _make_difference(
         mean=treatments.mean(axis=0) - baselines.mean(axis=0) if has_steps else np.empty(0),
         reruns=tuple(_thin_out(list(_rerun_lines(pairs, metric, transform)))) if has_steps else (),
         windows=tuple(windows),
-        claims=tuple(filter(None, map(_make_claim_panel, claims))),
+        claims=tuple(claim for claim in claims if claim.claim.margin is not None),
     )
 
 
@@ -242,22 +227,6 @@ def _make_windows(
         finite_interval = interval if interval is not None and np.isfinite(interval).all() else None
         ends = int(steps[window[0]]), int(steps[window[-1]])
         yield Window(steps=ends, pairs=differences, interval=finite_interval)
-
-
-def _make_claim_panel(claim: ClaimResult) -> ClaimPanel | None:
-    """Return the claim's panel; None if there is no margin to draw."""
-    accepted = claim.claim.accepted
-    if not claim.claim.steps or claim.claim.margin is None or accepted is None:
-        return None
-    interval = claim.estimate.interval
-    return ClaimPanel(
-        steps=(claim.claim.steps[0], claim.claim.steps[1]),
-        margin=claim.claim.margin,
-        margin_text=claim.claim.margin_text,
-        accepted=accepted,
-        interval=(interval[0], interval[1]) if interval else None,
-        level=1 - 2 * claim.claim.alpha,
-    )
 
 
 # --- peak memory ---

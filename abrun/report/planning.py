@@ -63,10 +63,9 @@ def measure_spread(experiment: RecordedExperiment, claim: Claim, *, paired: bool
         correlation=estimate.pair_correlation or 0.0,
         sd_difference=sd,
         num_pairs=count,
-        source=(
-            f"measured in {experiment.name} over {count} {sample_unit(paired=paired)}"
-            f"{_steps_text(tested.steps)}"
-        ),
+        # The spread of a shorter pilot may differ
+        source=f"measured in {experiment.name} over {count} {sample_unit(paired=paired)}"
+        + (f", steps {tested.steps[0]}-{tested.steps[1]}" if tested.steps else ""),
         level=estimate.baseline_mean,
         climb=estimate.climb,
     )
@@ -96,11 +95,6 @@ def pilot_differences_text(recipe: ExperimentDeclaration, earlier: RecordedExper
         f"--from: {earlier.name} was trained differently from {recipe.name} ({'; '.join(clauses)}), which "
         "can change the spread over seeds; treat the numbers of pairs as a first estimate"
     )
-
-
-def _steps_text(steps: tuple[int, int] | None) -> str:
-    """Return the steps of a pilot: the spread of a shorter one may differ."""
-    return f", steps {steps[0]}-{steps[1]}" if steps else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,9 +129,9 @@ class PowerPlan:
         for claim in self.compare.claims:
             spread = self._spread(claim) if claim.difference_kind else None
             measured_nothing = spread is not None and spread.num_pairs and not spread.sd_difference > 0
-            power = (
-                None if measured_nothing else plan_claim_power(claim, self.compare, spread, self._levels[-1])
-            )
+            power = None
+            if not measured_nothing:
+                power = plan_claim_power(claim, self.compare, spread, self._levels[-1])
             planned.append(PlannedClaim(claim=claim, spread=spread, power=power))
         return planned
 
@@ -164,10 +158,8 @@ class PowerPlan:
             lines += self._power_table()
         if len(powers) > 1:
             power = percent_text(max(0.0, 1 - sum(1 - power.power(self.num_pairs) for power in powers)))
-            all_pass = (
-                f"All {len(powers)} claims must pass: at least {power} with {self.num_pairs} {self._unit}."
-            )
-            lines.append(Text(all_pass))
+            size = f"{self.num_pairs} {self._unit}"
+            lines.append(Text(f"All {len(powers)} claims must pass: at least {power} with {size}."))
         lines += [table for plan in self.claims for table in self._render_priced(plan)]
         if self.compare.interim:
             lines.append(Text(self._interim_line()))
@@ -186,25 +178,23 @@ class PowerPlan:
             "interim": list(self.compare.interim),
             "alpha": self._levels[-1],
             "levels": self._levels,
-            "claims": [
-                self._claim_json(plan.claim, plan.spread, plan.power)
-                | {"windows": [asdict(design) for design in self.priced(plan)]}
-                for plan in self.claims
-            ],
+            "claims": [self._claim_json(plan) for plan in self.claims],
             "pair_hours": self._pair_hours,
             "designs": self.designs and asdict(self.designs),
         }
 
-    def _claim_json(self, claim: Claim, spread: Spread | None, power: ClaimPower | None) -> dict[str, Any]:
+    def _claim_json(self, plan: PlannedClaim) -> dict[str, Any]:
+        claim, power = plan.claim, plan.power
         return {
             "metric": claim.metric,
             "window": claim.window,
             "claim": describe_claim(claim),
-            "spread": asdict(spread) if spread else None,
-            "power": {str(count): power.power(count) for count in self._counts} if power else None,
-            "power_now": power.power(self.num_pairs) if power else None,
-            "pairs_needed": power.pairs_needed if power else None,
-            "pairs_needed_range": power.pairs_needed_range if power else None,
+            "spread": plan.spread and asdict(plan.spread),
+            "power": power and {str(count): power.power(count) for count in self._counts},
+            "power_now": power and power.power(self.num_pairs),
+            "pairs_needed": power and power.pairs_needed,
+            "pairs_needed_range": power and power.pairs_needed_range,
+            "windows": [asdict(window) for window in self.priced(plan)],
         }
 
     @property
@@ -251,8 +241,12 @@ class PowerPlan:
         for claim, power in ((plan.claim, plan.power) for plan in self.claims):
             if power:
                 cells = (percent_text(power.power(count)) for count in self._counts)
-                margin = str(claim.margin) if isinstance(claim.margin, str) else describe_claim(claim)
-                rows.append((claim.metric, margin, *cells, _pairs_needed_text(power, self._unit)))
+                margin = claim.margin if isinstance(claim.margin, str) else describe_claim(claim)
+                needed = f"{pairs_or_more_text(power.pairs_needed)} {self._unit}"
+                if power.pairs_needed_range:
+                    low, high = map(pairs_or_more_text, power.pairs_needed_range)
+                    needed += f" ({low} to {high})"
+                rows.append((claim.metric, margin, *cells, needed))
         has_gain = any(plan.claim.kind == "better" and plan.power for plan in self.claims)
         gain = ", or better by the claim's improvement (default: twice its margin)" * has_gain
         heading = f"\nP({self._pass_word}) if the arms are truly equal{gain}, by number of {self._unit}"
@@ -267,6 +261,13 @@ class PowerPlan:
             return self.hours * (1 + self.num_treatments)
         recorded = measure_pair_hours(self.earlier) if self.earlier else math.nan
         return recorded if math.isfinite(recorded) else None
+
+    @property
+    def _hours_unit(self) -> str:
+        """GPU hours, or hours if no earlier run held a GPU."""
+        configs = (run.config or {} for run in self.earlier.runs.values()) if self.earlier else ()
+        has_gpus = any(config.get("cluster.gpus_per_node") for config in configs)
+        return "GPU hours" if has_gpus or self.hours is not None else "hours"
 
     def priced(self, plan: PlannedClaim) -> list[PricedDesign]:
         """Return what the claim would need in the earlier runs' windows and settings, the cheapest first."""
@@ -297,7 +298,7 @@ class PowerPlan:
         ]
         if len(rows) < 2:
             return
-        numbers = ("sd of a difference", "80 % power at", "GPU hours")
+        numbers = ("sd of a difference", "80 % power at", self._hours_unit)
         what = "windows and settings" if self.variants else "windows"
         yield Text(f"\n{plan.claim.metric}: what other {what} would need", style="bold")
         titles = [*(["as in"] if self.variants else []), "window", "flat", *numbers]
@@ -309,26 +310,19 @@ class PowerPlan:
     def _render_designs(self, designs: Designs) -> list[RenderableType]:
         """Return the expected cost of both designs, and which one is cheaper."""
         headings, hours = [f"P({self._pass_word})", "pairs if equal", "pairs at the margin"], self._pair_hours
-        headings += [] if hours is None else ["GPU hours if equal"]
-        costs = {
-            f"interim analyses at {', '.join(map(str, designs.interim))} pairs": (
-                designs.pairs_if_equal,
-                designs.pairs_at_margin,
-            ),
-            "one analysis": (designs.fixed_pairs, designs.fixed_pairs),
-        }
+        headings += [] if hours is None else [f"{self._hours_unit} if equal"]
+        staged = f"interim analyses at {', '.join(map(str, designs.interim))} pairs"
+        pairs_of = {staged: (designs.pairs_if_equal, designs.pairs_at_margin)}
+        pairs_of["one analysis"] = designs.fixed_pairs, designs.fixed_pairs
         rows = []
-        for design, pairs in costs.items():
+        for design, pairs in pairs_of.items():
             numbers = [*pairs, *([] if hours is None else [pairs[0] * hours])]
             rows.append([design, percent_text(designs.power), *(f"{number:.3g}" for number in numbers)])
         return [
             Text("\nExpected cost with and without interim analyses", style="bold"),
             Table(columns("design", *headings, numeric=headings), rows),
-            Text(self._design_reason(designs)),
+            Text(design_reason(self.compare, self.seeds or range(self.num_pairs), designs)),
         ]
-
-    def _design_reason(self, designs: Designs) -> str:
-        return design_reason(self.compare, self.seeds or range(self.num_pairs), designs)
 
     def _spread(self, claim: Claim) -> Spread | None:
         if self.earlier is not None:
@@ -357,10 +351,8 @@ class PowerPlan:
         if spread is None and self.earlier is not None:
             return f"{self.earlier.name} did not measure sigma over seeds; assume one: {self.assuming}"
         if spread is None:
-            return (
-                "sigma over seeds unknown: give --sigma, --from an earlier experiment, or "
-                "compare.claims.0.sigma"
-            )
+            remedies = "give --sigma, --from an earlier experiment, or compare.claims.0.sigma"
+            return f"sigma over seeds unknown: {remedies}"
         sigma = "" if spread.sigma is None else f"sigma {spread.sigma:.3g}, "
         difference = f"sd of a difference {spread.sd_difference:.3g}"
         note = ""
@@ -372,14 +364,6 @@ class PowerPlan:
         elif spread.num_pairs:
             note = f"; planned with its {bound}, {spread.planned_sd:.3g}; {COMPARE_NOTE}"
         return f"{sigma}{pairing_text}, {difference} ({spread.source}{note})"
-
-
-def _pairs_needed_text(power: ClaimPower, unit: str) -> str:
-    needed = f"{pairs_or_more_text(power.pairs_needed)} {unit}"
-    if power.pairs_needed_range is None:
-        return needed
-    low, high = map(pairs_or_more_text, power.pairs_needed_range)
-    return f"{needed} ({low} to {high})"
 
 
 def _sigma_margins_table() -> Iterator[RenderableType]:

@@ -11,10 +11,9 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from abrun.logs.recorded.experiment import RecordedExperiment
-from abrun.messages.numbers import count_text
+from abrun.messages.numbers import count_text, interval_level_text
 from abrun.report.panels import (
     NUM_BUCKETS,
-    ClaimPanel,
     Curve,
     Difference,
     Panel,
@@ -57,18 +56,19 @@ def _draw_panel(panel: Panel, experiment: RecordedExperiment, inches: float) -> 
     for ax, difference in zip(axes[1:], panel.differences, strict=True):
         note = "; bars cut off at the edge" if draw_paired_difference(ax, difference, panel.metric) else ""
         arms_text = f"{shorten(difference.arm, 60)} minus {experiment.baseline}"
-        ax.set_title(_wrap_title(f"{arms_text}, {_sample_size_text(difference)}{note}"))
+        size = count_text(difference.num_pairs, "pair")
+        if difference.num_runs is not None:
+            size = f"unpaired: {difference.num_runs[0]} and {difference.num_runs[1]} runs, Welch"
+        ax.set_title(_wrap_title(f"{arms_text}, {size}{note}"))
     axes[-1].set_xlabel("optimizer step")
     axes[-1].margins(x=0.02)
     axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
-    _add_legend(figure)
+    # One legend for all panels, outside of them so that it hides nothing
+    handles = {}
+    for ax in axes:
+        handles |= dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
+    add_legend_below(figure, handles, 2 if max(map(len, handles), default=0) <= LEGEND_COLUMN_CHARS else 1)
     return figure
-
-
-def _sample_size_text(difference: Difference) -> str:
-    if difference.num_runs is not None:
-        return f"unpaired: {difference.num_runs[0]} and {difference.num_runs[1]} runs, Welch"
-    return count_text(difference.num_pairs, "pair")
 
 
 def draw_forest(experiment: RecordedExperiment, claims: Sequence[ClaimResult]) -> Figure | None:
@@ -118,14 +118,6 @@ def _draw_accepted(ax: Axes, terms: ClaimTerms, row: int, reach: float) -> None:
     ax.fill_between([start, stop], row - 0.45, row + 0.45, color=MARGIN_COLOR, alpha=0.35, linewidth=0)
 
 
-def _add_legend(figure: Figure) -> None:
-    """Add one legend for all panels, outside of them so that it hides nothing."""
-    handles = {}
-    for ax in figure.axes:
-        handles |= dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
-    add_legend_below(figure, handles, 2 if max(map(len, handles), default=0) <= LEGEND_COLUMN_CHARS else 1)
-
-
 def _axis_name(metric: str) -> str:
     """Return a short name for an axis; the title has the full one."""
     return shorten(metric.split("/", 1)[-1], 24)
@@ -158,7 +150,9 @@ def draw_bands(ax: Axes, panel: Panel) -> None:
     if is_bucketed:
         ax.plot([], [], alpha=0, label=f"many steps: means of {NUM_BUCKETS} buckets, no seeds")
     elif any(len(curve.seeds) > 1 for curve in panel.curves):
-        ax.plot([], [], color="grey", linewidth=0.5, label=_seed_lines_label(panel))
+        num_drawn, num_seeds = max((len(curve.seeds), curve.num_seeds) for curve in panel.curves)
+        drawn = f" ({num_drawn} of {num_seeds} are drawn)" * (num_drawn < num_seeds)
+        ax.plot([], [], color="grey", linewidth=0.5, label=f"thin: one seed{drawn}")
     if any(curve.sd is not None for curve in panel.curves):
         ax.fill_between([], [], [], color="grey", alpha=0.25, linewidth=0, label="band: ±1 sd over seeds")
 
@@ -195,12 +189,6 @@ def _separate_labels(heights: Sequence[float]) -> list[float]:
     separated = np.maximum.accumulate(np.array(heights) - gaps) + gaps
     shift = np.clip((separated - heights).mean(), separated[-1] - 0.97, separated[0] - 0.03)
     return (separated - shift).tolist()
-
-
-def _seed_lines_label(panel: Panel) -> str:
-    num_drawn, num_seeds = max((len(curve.seeds), curve.num_seeds) for curve in panel.curves)
-    drawn = f" ({num_drawn} of {num_seeds} are drawn)" * (num_drawn < num_seeds)
-    return f"thin: one seed{drawn}"
 
 
 def _draw_mean_and_band(ax: Axes, curve: Curve, color: str, order: int) -> None:
@@ -251,22 +239,24 @@ def draw_paired_difference(ax: Axes, difference: Difference, metric: str) -> boo
     return any(not low - room <= end <= high + room for end in interval_ends)
 
 
-def _draw_claim(ax: Axes, claim: ClaimPanel) -> list[float]:
+def _draw_claim(ax: Axes, claim: ClaimResult) -> list[float]:
     """Draw the margin zone and interval of a claim; return the values that must stay visible."""
-    left_edge, right_edge = claim.steps[0] - 0.5, claim.steps[1] + 0.5
-    ends = [end for end in claim.accepted if end is not None]
+    terms, interval = claim.claim, claim.estimate.interval
+    assert terms.steps and terms.accepted
+    left_edge, right_edge = terms.steps[0] - 0.5, terms.steps[1] + 0.5
+    ends = [end for end in terms.accepted if end is not None]
     # An open end lies outside the axis
-    reach = 100 * max(np.abs([*ends, *(claim.interval or ()), 1e-300]))
-    low, high = claim.accepted
+    reach = 100 * max(np.abs([*ends, *(interval or ()), 1e-300]))
+    low, high = terms.accepted
     low, high = -reach if low is None else low, reach if high is None else high
-    label = f"{'margin' if len(ends) == 2 else 'claimed:'} {claim.margin_text}"
+    label = f"{'margin' if len(ends) == 2 else 'claimed:'} {terms.margin_text}"
     width, height = right_edge - left_edge, high - low
     ax.add_patch(Rectangle((left_edge, low), width, height, color=MARGIN_COLOR, alpha=0.35, label=label))
-    if claim.interval is None:
+    if interval is None:
         return ends
-    label = f"claim: mean, {100 * claim.level:.3g} % CI{' (TOST)' * (len(ends) == 2)}"
-    _draw_interval(ax, right_edge, *claim.interval, "black", 2.2, "D", label)
-    return [*ends, *claim.interval]
+    label = f"claim: mean, {interval_level_text(terms.alpha)} CI{' (TOST)' * (len(ends) == 2)}"
+    _draw_interval(ax, right_edge, *interval, "black", 2.2, "D", label)
+    return [*ends, *interval]
 
 
 def _draw_interval(

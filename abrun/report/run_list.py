@@ -59,14 +59,11 @@ def _describe_origin(seed: Seed | None, experiment: RecordedExperiment, seeds_by
 
 def _describe(run: RunRecording) -> tuple[str, str]:
     """Return the steps and the number of metrics of a run."""
-    lengths = [
-        (int(series.steps[0]), int(series.steps[-1])) for series in run.metrics.values() if len(series)
-    ]
-    first_step, last_step = (min(lengths)[0], max(end for _, end in lengths)) if lengths else (0, 0)
-    steps = (
-        f"{first_step}-{last_step}" if run.axis == "steps" and lengths else run.axis if lengths else "none"
-    )
-    return steps, str(len(run.metrics))
+    recorded = [series.steps for series in run.metrics.values() if len(series)]
+    text = run.axis if recorded else "none"
+    if recorded and run.axis == "steps":
+        text = f"{min(steps[0] for steps in recorded)}-{max(steps[-1] for steps in recorded)}"
+    return text, str(len(run.metrics))
 
 
 def _make_table(rows: Sequence[tuple[str, ...]]) -> Table:

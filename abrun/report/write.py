@@ -54,6 +54,10 @@ VERDICT_COLORS = {
     "DESCRIPTION": "cyan",
     "INVALID": "magenta",
 }
+BROKEN = {  # outcomes of claims of a kind, instead of "different"
+    **{"limit": "limit broken", "sd": "limit broken", "exact": "not exact"},
+    **{"not_worse": "worse", "better": "not better"},
+}
 CLAIMS_FIGURE = "claims"  # file name of the figure of all claims
 MAX_LINKS = 20  # to runs in wandb
 
@@ -117,23 +121,19 @@ def _draw_claims(
     from abrun.report import plots
 
     main = next((record for record in described if record["steps"]), None)
+    figures: dict[str, Figure | None] = {}  # by file name
     with figure_style():
         if main and not content.claims:
             (stem,) = unique_slugs([main["metric"]])
-            figure = plots.draw_band(experiment, main["metric"], main["steps"])
-            yield from _save_figure(figure, output / stem, images)
-            return
-        yield from _save_figure(plots.draw_forest(experiment, content.claims), output / CLAIMS_FIGURE, images)
-        if experiment.axis != "steps":  # scores have no curves
-            return
-        for stem, metric in unique_slugs(claim.claim.metric for claim in content.claims).items():
+            figures[stem] = plots.draw_band(experiment, main["metric"], main["steps"])
+        else:
+            figures[CLAIMS_FIGURE] = plots.draw_forest(experiment, content.claims)
+        slugs = unique_slugs(claim.claim.metric for claim in content.claims)
+        for stem, metric in slugs.items() if experiment.axis == "steps" else ():  # scores have no curves
             metric_claims = [claim for claim in content.claims if claim.claim.metric == metric]
-            figure = plots.draw_metric(experiment, metric, metric_claims)
-            yield from _save_figure(figure, output / stem, images)
-
-
-def _save_figure(figure: "Figure | None", stem: Path, images: Sequence[str]) -> list[Path]:
-    return save_figure(figure, stem, images) if figure else []
+            figures[stem] = plots.draw_metric(experiment, metric, metric_claims)
+        for stem, figure in figures.items():
+            yield from save_figure(figure, output / stem, images) if figure else ()
 
 
 def unique_slugs(metrics: Iterable[str]) -> dict[str, str]:
@@ -189,8 +189,14 @@ def _make_tables(content: VerdictFile, *, is_short: bool) -> list[Table]:
     """
     has_several_arms, tables = len(content.arms) > 1, []
     claims = content.claims
+
+    def size(claim: ClaimResult) -> float:
+        """Return the difference, or the level or ratio that is limited."""
+        sizes = (claim.estimate.mean_difference, claim.estimate.limited)
+        return next((size for size in sizes if size is not None), math.inf)
+
     if is_short:
-        claims = sorted(claims, key=lambda claim: (claim.claim.metric, _size(claim)))
+        claims = sorted(claims, key=lambda claim: (claim.claim.metric, size(claim)))
         if not claims and (table := arms_table(content)):
             return [table]
     if claims:
@@ -198,12 +204,6 @@ def _make_tables(content: VerdictFile, *, is_short: bool) -> list[Table]:
         titles = columns(*["arm"] * has_several_arms, *claim_columns(content), fold=True)
         tables.append(Table(titles, rows, optional=("certified bound", "steps", "window", "pairs", "runs")))
     return [*tables, *chain(*evidence_tables(content).values())]
-
-
-def _size(claim: ClaimResult) -> float:
-    """Return what a claim's row is sorted by: its difference, or the level or ratio that is limited."""
-    sizes = (claim.estimate.mean_difference, claim.estimate.limited)
-    return next((size for size in sizes if size is not None), math.inf)
 
 
 def _comparison_note(content: VerdictFile) -> str:
@@ -235,9 +235,8 @@ def _direction_note(content: VerdictFile) -> str | None:
 
 
 def _headline(content: VerdictFile) -> str:
-    qualifiers = verdict_qualifiers(content)
-    qualifier_text = f" ({', '.join(qualifiers)})" if qualifiers else ""
-    return f"{content.verdict}{qualifier_text}: {content.experiment}"
+    qualifiers = ", ".join(verdict_qualifiers(content))
+    return f"{content.verdict}{f' ({qualifiers})' if qualifiers else ''}: {content.experiment}"
 
 
 def claim_columns(content: VerdictFile) -> list[str]:
@@ -248,6 +247,9 @@ def claim_columns(content: VerdictFile) -> list[str]:
     limited = {claim.claim.metric for claim in content.claims if claim.claim.test == "limit"}
     level = "distance" if limited == {FINAL_WEIGHTS} else f"level of {treatment_name(content)}"
     levels = {"limit": level, "ratio limit": "ratio", "spread": "ratio of sds", "exact rate": "rate"}
+    terms = [claim.claim for claim in content.claims]
+    if any(claim.test == "exact rate" and claim.kind != "limit" for claim in terms):
+        levels["exact rate"] = "difference of rates"
     kinds = ["difference"] * bool(not tests or tests - levels.keys())
     kinds += [name for test, name in levels.items() if test in tests]
     heading = f"{' or '.join(kinds)} [{interval_level} CI]"
@@ -274,14 +276,8 @@ def claim_cells(claim: ClaimResult) -> list[str]:
         metric += f" ({terms.transform.replace('_', ' ')})"
     sizes = [size for size in terms.num_runs or () if size] or [terms.num_pairs]  # one arm has no baseline
     sample_size = " and ".join(map(str, sizes))
-    return [metric, steps, sample_size, difference, terms.margin_text, bound, outcome_text(claim)]
-
-
-def outcome_text(claim: ClaimResult) -> str:
-    """Return a claim's result; that of a broken limit is called "limit broken", not "different"."""
-    failed_texts = {"limit": "limit broken", "sd": "limit broken", "exact": "not exact"}
-    failed_texts |= {"not_worse": "worse", "better": "not better"}
-    return failed_texts.get(claim.claim.kind, claim.result) if claim.result == "different" else claim.result
+    outcome = BROKEN.get(terms.kind, claim.result) if claim.result == "different" else claim.result
+    return [metric, steps, sample_size, difference, terms.margin_text, bound, outcome]
 
 
 # --- terminal ---

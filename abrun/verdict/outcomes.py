@@ -147,7 +147,7 @@ def _describe_sample(terms: ClaimTerms, *, has_recipe: bool) -> dict[str, Any]:
     return {
         "pairs": terms.num_pairs,
         "runs": terms.num_runs,
-        "welch": not terms.paired and terms.test not in ("limit", "exact"),
+        "welch": not terms.paired and terms.test not in ("limit", "exact", "spread"),
         "steps": terms.steps,
         "window": terms.window,
         "axis": terms.axis,

@@ -25,6 +25,7 @@ from abrun.verdict.description import (
     untransformed_claim,
 )
 from abrun.verdict.evidence import Evidence
+from abrun.verdict.failure_rates import counts_failures
 from abrun.verdict.grids import majority_grid, select_window
 from abrun.verdict.results import ClaimResult
 from abrun.verdict.sensitivity import check_distinct_seeds
@@ -58,7 +59,8 @@ def describe_one_arm(experiment: RecordedExperiment) -> OneArm:
     """
     runs = [run for run in experiment.arm(experiment.baseline).values() if run.finished]
     noise = list(measure_noise(experiment, runs))
-    if not any(record["levels"] for record in noise):
+    has_levels = any(record["levels"] for record in noise)
+    if not (has_levels or counts_failures(experiment.compare.claims)):  # an arm of crashed runs has a rate
         raise ComparisonError(Code.NO_METRIC_TO_DESCRIBE(arm=experiment.baseline))
     sides = Sides(baselines=tuple(runs), treatments=(), paired=False)
     invalid = [*check_copies(runs), *check_mixed_configs(sides)]
@@ -225,7 +227,9 @@ def _shape_warnings(by_run: dict[str, float], levels: Array, step: float, sd: fl
 def noise_reasons(noise: Sequence[Evidence]) -> list[Reason]:
     """Return the sentences on the first metric with a spread, or on why there is none."""
     main = next((record for record in noise if record["gap"] is not None), None)
-    main = main or next(record for record in noise if record["levels"])
+    main = main or next((record for record in noise if record["levels"]), None)
+    if main is None:  # an arm of crashed runs
+        return []
     unmeasured = [record["metric"] for record in noise if not record["levels"]]
     notes = [*main["warnings"], *([Code.METRICS_WITHOUT_LEVEL(metrics=unmeasured)] if unmeasured else [])]
     shared = {"metric": main["metric"], "level": main["mean"]}

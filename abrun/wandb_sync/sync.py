@@ -5,7 +5,7 @@ from pathlib import Path
 
 from abrun.errors import StoreError
 from abrun.messages import sentence
-from abrun.messages.codes import Code, Reason
+from abrun.messages.codes import Code
 from abrun.recipe.experiment import parse_stored_run
 from abrun.recipe.extras import missing_package
 from abrun.recipe.run import OwnRunConfig
@@ -32,16 +32,14 @@ def sync_experiment(experiment_dir: Path, say: Callable[[str], object]) -> None:
             say(f"{name}: {sentence(reasons[-1])}")
             continue
         cause = f"no answer within {SYNC_TIMEOUT_S:g} s" if code is None else f"exit code {code}"
-        failures.append(f"{name}: {_describe_problem(reasons[0]) if reasons else cause}")
+        if reasons:  # without what a training run would do next
+            is_beginning = reasons[0].code == Code.MIRROR_NOT_BEGUN
+            cause = reasons[0]["error"] if is_beginning else sentence(reasons[0])
+        failures.append(f"{name}: {cause}")
     if failures:
         raise StoreError(
             f"wandb: {len(failures)} of {len(mirrored_runs)} runs were not uploaded: {failures[0]}"
         )
-
-
-def _describe_problem(reason: Reason) -> str:
-    """Return why steps were not sent, without what a training run would do next."""
-    return reason["error"] if reason.code == Code.MIRROR_NOT_BEGUN else sentence(reason)
 
 
 def _is_mirrored(run: RunDir) -> bool:

@@ -86,14 +86,12 @@ class WandbRun:
             )
             run.define_metric(STEP_KEY, hidden=True)
             run.define_metric("*", step_metric=STEP_KEY)
-            offline = run.url is None
-            self._last_sent_step = (
-                last_offline_step(self._directory, run.id) if offline else run.starting_step - 1
-            )
+            self._last_sent_step = run.starting_step - 1
+            if run.url is None:
+                self._last_sent_step = last_offline_step(self._directory, run.id)
             location = {"id": run.id, "project": run.project, "entity": run.entity, "url": run.url}
-            write_wandb_location(
-                self._directory, recorded | {key: text for key, text in location.items() if text}
-            )
+            known = {key: text for key, text in location.items() if text}
+            write_wandb_location(self._directory, recorded | known)
             return run
         except Exception as error:
             self._say(Code.MIRROR_NOT_BEGUN(error=error_line(error), offline=not mode))

@@ -117,29 +117,21 @@ def watch(
     with View(console, find_jobs) as view:
         view.follow(experiment_dir)
         while True:
-            states = [(run.state.status, run.is_warm_start) for run in view.tick(now=True)]
             # A warm start that is not there is made only if a run still waits for it.
-            statuses = {
-                status for status, is_warm_start in states if status != "pending" or not is_warm_start
-            }
+            runs = [run for run in view.tick(now=True) if not (run.is_warm_start and run.status == "pending")]
+            statuses = {run.state.status for run in runs}
             launcher = describe_launcher(experiment_dir)
             is_active = launcher or statuses & {"running", "waiting", "stalled"}
             if statuses <= set(ENDED_STATUSES) or not is_active:
                 break
             time.sleep(REFRESH_S)
     if statuses == {"finished"}:
-        view.say(
-            f"all runs have finished: {_describe_verdict(experiment_dir)}; abrun compare {experiment_dir}"
-        )
+        reported, problems = _read_verdict(experiment_dir)
+        verdict = f"{reported.verdict} (exit code {reported.exit_code})" if reported else "no report yet"
+        state = "; ".join([verdict, *problems])
+        view.say(f"all runs have finished: {state}; abrun compare {experiment_dir}")
     elif not launcher and not statuses & {"unreadable"}:
         view.say("no launcher is running; resume with: abrun launch ... --resume")
-
-
-def _describe_verdict(experiment_dir: Path) -> str:
-    reported, problems = _read_verdict(experiment_dir)
-    return "; ".join(
-        [f"{reported.verdict} (exit code {reported.exit_code})" if reported else "no report yet", *problems]
-    )
 
 
 class _PlainLines:
@@ -153,12 +145,14 @@ class _PlainLines:
 
     def show(self, runs: Iterable[WatchedRun]) -> None:
         failed: list[tuple[str, str]] = []
+        failed_s: list[float | None] = []
         for run in runs:
             key, status = run.state.directory, run.state.status
             previous_status = self._status.get(key, "pending")
             self._status[key] = status
             if status != previous_status and status in ("failed", "unreadable"):
                 failed.append((run.label, status_line(run)))
+                failed_s.append(run.ended_s)
             elif run.is_silent:
                 if key not in self._silent or time.monotonic() - self._shown[key][1] > LINE_EVERY_S:
                     self._print(run, status_line(run))
@@ -168,7 +162,7 @@ class _PlainLines:
             elif status == "running" and (key in self._silent or self._is_line_due(run)):
                 self._print(run, progress_line(run))
         for line in merge_same_messages(failed):
-            self._say(line)
+            self._say(line, max(filter(None, failed_s), default=None))
 
     def _is_line_due(self, run: WatchedRun) -> bool:
         printed_step, printed_s = self._shown[run.state.directory]
@@ -180,11 +174,14 @@ class _PlainLines:
     def _print(self, run: WatchedRun, text: str) -> None:
         self._shown[run.state.directory] = (run.step, time.monotonic())
         self._silent.discard(run.state.directory)
-        self._say(f"{run.label}: {text}")
+        self._say(f"{run.label}: {text}", run.ended_s)
 
-    def _say(self, line: str) -> None:
-        line = f"{time.strftime('%H:%M:%S')} {line}"
-        self._console.print(display_safe(line), soft_wrap=True, highlight=False, markup=False)
+    def _say(self, line: str, time_s: float | None = None) -> None:
+        """Print a line with the time of what it says: by default now."""
+        moment, now = time.localtime(time_s), time.localtime()
+        clock = time.strftime("%H:%M:%S" if moment[:3] == now[:3] else "%Y-%m-%d %H:%M:%S", moment)
+        line = display_safe(f"{clock} {line}")
+        self._console.print(line, soft_wrap=True, highlight=False, markup=False)
 
 
 MAX_QUERY_S = 5.0  # for schedulers, over all experiments

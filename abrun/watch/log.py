@@ -58,7 +58,9 @@ def read_log(directory: Path, find_jobs: FindJobStates, *, follow: bool) -> Iter
         if is_last_read:
             yield from [_decode_line(partial_line)] if partial_line else []
             if not position:
-                yield _recorded_status(current_state(), run.log)
+                state = current_state()
+                why = f": {state.message}" if state.message else ""
+                yield display_safe(f"{state.name}: {state.status}{why}; {run.log} is empty") + "\n"
             return
         time.sleep(POLL_S)
 
@@ -84,11 +86,6 @@ def _read_chunk(run: RunDir, position: int) -> tuple[int, bytes]:
         raise read_error(run.log, error) from None
     except OSError:
         return position, b""
-
-
-def _recorded_status(state: RunState, log: Path) -> str:
-    why = f": {state.message}" if state.message else ""
-    return display_safe(f"{state.name}: {state.status}{why}; {log} is empty") + "\n"
 
 
 def _decode_line(line: bytes) -> str:

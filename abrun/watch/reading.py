@@ -62,6 +62,11 @@ class WatchedRun:
         return "warm start" if self.is_warm_start else str(self.state.name)
 
     @property
+    def arm_label(self) -> str:
+        name = self.state.name
+        return f"{name.arm} aa{name.rerun}" if name.rerun else name.arm
+
+    @property
     def status(self) -> str:
         """The status on disk, with `starting` for a running process that has not taken a step yet."""
         return "starting" if self.state.status == "running" and self.is_starting else self.state.status
@@ -99,6 +104,14 @@ class WatchedRun:
         if self.state.status == "finished":
             return self.state.num_steps
         return max(self.state.step, self.latest.get("step", 0))
+
+    @property
+    def ended_s(self) -> float | None:
+        """Time of an ended run's end, or of its last step; None if unknown."""
+        last_s = self.latest.get("time_s")
+        if self.state.status not in ("finished", "failed", "interrupted"):
+            return None
+        return self.state.ended_s or (last_s if isinstance(last_s, float) else None)
 
     @property
     def elapsed_s(self) -> float | None:
@@ -200,21 +213,18 @@ class ExperimentReader:
         """Return the runs. A corrupt run has a message; a corrupt experiment file raises StoreError."""
         names = planned_runs(self.experiment_dir)
         unfinished = [name for name in names if name not in self._finished]
-        runs, warm_starts = list[WatchedRun](), dict[RunName, WatchedRun]()
+        runs, warm_starts, current = list[WatchedRun](), dict[RunName, WatchedRun](), {**self._finished}
         for state, dependents in read_warm_starts(self.experiment_dir, unfinished):
             runs.append(self._read_run(state))
             if runs[-1].state.status in ("running", "stalled"):
                 warm_starts |= dict.fromkeys(dependents, runs[-1])
-        for name in names:
-            if name not in self._finished:
-                run = self._read_run(read_run_state(self.experiment_dir, name))
-                run.warm_start = warm_starts.get(name) if run.state.status == "pending" else None
-                if run.state.status == "finished":
-                    self._finished[name] = run
-                runs.append(run)
-            else:
-                runs.append(self._finished[name])
-        return runs
+        for name in unfinished:
+            run = self._read_run(read_run_state(self.experiment_dir, name))
+            run.warm_start = warm_starts.get(name) if run.state.status == "pending" else None
+            current[name] = run
+            if run.state.status == "finished":
+                self._finished[name] = run
+        return [*runs, *(current[name] for name in names)]
 
     def _read_run(self, state: RunState) -> WatchedRun:
         follower = self._followers.setdefault(state.directory, _RunReader(state.directory))

@@ -23,6 +23,7 @@ WIDE = 104
 VERY_WIDE = 132
 COLOURS = {"running": "cyan", "finished": "green", "failed": "red", "pending": "dim", "waiting": "dim"}
 COLOURS |= {"starting": "blue", "unreadable": "red"}
+NUMBER_STYLES: dict[str, str] = dict.fromkeys(("nan", "inf", "-inf"), "bold red")
 BLOCKS = "▁▂▃▄▅▆▇█"
 PENDING_STEPS = "·"  # in place of the rest of the curve
 
@@ -46,7 +47,9 @@ def render(name: str, runs: Sequence[WatchedRun], width: int, height: int | None
     # Hide warm starts that have finished, or that no run waits for (their folder was deleted).
     ended_statuses = ("finished", "pending") if all_started else ("finished",)
     candidates = [run for run in runs if not (run.is_warm_start and run.state.status in ended_statuses)]
-    candidates = _sort_by_seed(candidates)
+    # Warm starts first, then runs by seed, in launch order
+    seeds = list(dict.fromkeys(run.state.name.seed for run in candidates))
+    candidates.sort(key=lambda run: (not run.is_warm_start, seeds.index(run.state.name.seed)))
     message_lines = _message_lines(candidates, wrap=height is None)
     # Five lines are not rows: title, two lines of headings, progress bar, note on omitted rows.
     max_rows = None if height is None else max(3, height - 5 - min(len(message_lines), 5))
@@ -61,32 +64,23 @@ def render(name: str, runs: Sequence[WatchedRun], width: int, height: int | None
     return Group(*renderables)
 
 
-def _sort_by_seed(runs: Sequence[WatchedRun]) -> list[WatchedRun]:
-    """Sort warm starts first, then runs by seed, in launch order."""
-    seeds = list(dict.fromkeys(run.state.name.seed for run in runs))
-    return sorted(runs, key=lambda run: (not run.is_warm_start, seeds.index(run.state.name.seed)))
-
-
 def _message_lines(runs: Sequence[WatchedRun], *, wrap: bool) -> list[Text]:
     """Return failures, then runs without a recent step, then what runs wait for, each message once.
 
     Lines are cut at the terminal's width unless `wrap`.
     """
-    lines_by_style: dict[str, list[str]] = {"red": [], "yellow": [], "blue": [], "dim": []}
-    messages: dict[str, list[tuple[str, str]]] = {"red": [], "dim": []}
+    messages: dict[str, list[tuple[str, str]]] = {"red": [], "yellow": [], "blue": [], "dim": []}
     for run in runs:
         if run.state.message and run.state.status not in ("interrupted", "stalled"):
             style = "dim" if run.state.status == "waiting" else "red"
             messages[style].append((run.label, run.state.message))
-    for style, labelled_messages in messages.items():
-        lines_by_style[style] += merge_same_messages(labelled_messages)
     for group, activity in merge_activities(runs):
         style = "dim" if group[0].warm_start else "yellow" if _is_suspect(group[0]) else "blue"
-        lines_by_style[style] += merge_same_messages((run.label, activity) for run in group)
+        messages[style] += [(run.label, activity) for run in group]
     return [
         Text(display_safe(line), style=style, overflow="fold" if wrap else "ellipsis", no_wrap=not wrap)
-        for style, lines in lines_by_style.items()
-        for line in lines
+        for style, labelled_messages in messages.items()
+        for line in merge_same_messages(labelled_messages)
     ]
 
 
@@ -136,13 +130,16 @@ def _runs_table(runs: Sequence[WatchedRun], width: int) -> RenderableType:
     texts = zip((column.heading for column in columns), *rows, strict=True)
     widths = [max(len(line) for text in cells for line in text.split("\n")) for cells in texts]
     curve_width = max(6, min(40, width - sum(widths) - gap * len(widths)))
-    value_range = _value_range(runs, curve_metric)
+    # All curves share one range, so that arms share one scale
+    values = [value for run in runs for value in run.curves.get(curve_metric, ()) if math.isfinite(value)]
+    value_range = (min(values), max(values)) if values else (0.0, 1.0)
     curve_index = next(index for index, column in enumerate(columns) if not column.heading)
     status_index = next(index for index, column in enumerate(columns) if column.heading == "status")
     cells = []
     for run, row in zip(runs, rows, strict=True):
         colour = "yellow" if _is_suspect(run) else COLOURS.get(run.status, "yellow")
-        texts = [Text(text, style=_cell_style(text, colour)) for text in row]
+        row_style = colour if colour == "dim" else ""
+        texts = [Text(text, row_style or NUMBER_STYLES.get(text, "")) for text in row]
         texts[status_index].style = colour
         texts[curve_index] = _draw_curve(run, curve_metric, curve_width, value_range)
         cells.append(texts)
@@ -157,7 +154,7 @@ def _run_columns(curve_metric: str, width: int) -> list[_RunColumn]:
     is_wide = width >= WIDE
     columns = [
         _RunColumn(heading="seed", cell=lambda run: "" if run.is_warm_start else str(run.state.name.seed)),
-        _RunColumn(heading="arm", cell=_arm_label, align_right=False),
+        _RunColumn(heading="arm", cell=lambda run: display_safe(run.arm_label), align_right=False),
         _RunColumn(heading="status", cell=lambda run: run.status, align_right=False),
         _RunColumn(heading="step", cell=lambda run: f"{run.step}/{run.state.num_steps}"),
         _RunColumn(
@@ -196,19 +193,9 @@ def _draw_curve(run: WatchedRun, metric: str, width: int, value_range: tuple[flo
     return Text.assemble((curve, "cyan"), (pending, "dim"))
 
 
-def _cell_style(text: str, colour: str) -> str:
-    if colour == "dim":
-        return colour
-    return "bold red" if text in ("nan", "inf", "-inf") else ""
-
-
 def _choose_curve_metric(runs: Sequence[WatchedRun]) -> str:
     """Return the metric to plot: the reward, or the loss if no run has rewards."""
     return next((key for key in CURVES if any(run.curves.get(key) for run in runs)), REWARD)
-
-
-def _arm_label(run: WatchedRun) -> str:
-    return display_safe(run.state.name.arm) + (f" aa{run.state.name.rerun}" if run.state.name.rerun else "")
 
 
 def _progress_bar(runs: Sequence[WatchedRun], width: int) -> RichTable:
@@ -245,13 +232,6 @@ def sparkline(values: Sequence[float], width: int, value_range: tuple[float, flo
             height = (mean - low) / (high - low) if high > low else 0.5
             curve += BLOCKS[min(len(BLOCKS) - 1, int(height * len(BLOCKS)))]
     return curve
-
-
-def _value_range(runs: Sequence[WatchedRun], metric: str) -> tuple[float, float]:
-    """Return the range of all curves, so that arms share one scale."""
-    values = (value for run in runs for value in run.curves.get(metric, ()))
-    finite = [value for value in values if math.isfinite(value)]
-    return (min(finite), max(finite)) if finite else (0.0, 1.0)
 
 
 def compute_elapsed_s(runs: Sequence[WatchedRun]) -> float | None:

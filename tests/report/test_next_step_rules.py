@@ -161,6 +161,14 @@ CASES = {
         OTHERS | UNTESTABLE | OTHER | DECIDABLE,
         ["Claim what these runs can show", FIX],
     ),
+    "INCONCLUSIVE, a spread of few pairs": (
+        UNTESTABLE | OTHER | {"runs_of_a_spread": 5},
+        ["Test the spread on fresh seeds: it needs at least 5 pairs"],
+    ),
+    "INCONCLUSIVE, of others, a spread of few pairs": (
+        OTHERS | UNTESTABLE | OTHER | {"runs_of_a_spread": 5},
+        ["Train more, for at least 5 pairs"],
+    ),
     "INCONCLUSIVE, of others, beyond the margin": (
         OTHERS | UNDECIDED,
         ["too many; see whether fresh seeds show a mismatch"],

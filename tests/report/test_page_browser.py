@@ -15,7 +15,7 @@ import pytest
 from abrun.messages.codes import Code
 from abrun.recipe.claims import Claim
 from abrun.report.comparing import compare, with_options
-from abrun.report.context import Context, make_context
+from abrun.report.context import make_context
 from abrun.report.page import render_page
 from abrun.verdict.decide import judge
 from abrun.verdict.evidence import Evidence
@@ -219,20 +219,15 @@ def test_no_table_is_cut_on_a_phone(opened):
 
 def test_a_mismatch_counts_what_fails_and_says_the_finding_once(opened):
     values = {"metric": "train/loss", "seed": 0}
-    checks = [
-        Evidence(kind="step one", arm="treatment", result=result, values=values)
-        for result in ("fail", "fail", "pass")
-    ]
-    over = {
-        "pairs": 3,
-        "runs": None,
-        "welch": False,
-        "steps": [33, 40],
-        "window": "last 20%",
-        "axis": "steps",
-    }
+    check = Evidence(kind="step one", arm="treatment", result="fail", values=values)
+    checks = [check, check, replace(check, result="pass")]
+    over = {"pairs": 3, "runs": None, "welch": False, "steps": [33, 40], "window": "last 20%"}
     told = {"metric": "train/reward", "arm": "treatment", "baseline_arm": "baseline", "margin": "±0.05"}
-    told |= {"margin_unit": "", "transform": "identity", "over": over | {"unit": "seed", "recipe": False}}
+    told |= {
+        "margin_unit": "",
+        "transform": "identity",
+        "over": over | {"unit": "seed", "recipe": False, "axis": "steps"},
+    }
     told |= {"alpha": 0.05, "difference": -0.2, "interval": [-0.3, -0.1], "detected": None, "p_beyond": 0.01}
     broken = claim(result="different", mean_difference=-0.2, baseline_mean=0.7, treatment_mean=0.5)
     for warnings, shown in (([], 1), ([foreign("look out")], 2)):
@@ -440,17 +435,9 @@ def test_completions_stand_side_by_side_and_are_only_text(opened):
         (40, [PromptCompletions(prompt="2+2=", completions=[said("4", 1.0), said(hostile, 0.0)])]),
     ]
     found = ReportedCompletions(seed=3, arms=[0, 1], steps=steps, num_steps=40)
-    beside = Context(
-        command="abrun compare x",
-        time_range=None,
-        environment=None,
-        levels=[],
-        has_recipe=True,
-        injected_faults=None,
-        next_steps=[],
-        completions=found,
-    )
-    html = render_page(experiment(learning()), verdict([claim()]), beside)
+    of, content = experiment(learning()), verdict([claim()])
+    beside = replace(make_context(of, content, "abrun compare x"), has_recipe=True, completions=found)
+    html = render_page(of, content, beside)
     for width in (390, 1280):
         with opened(html, width=width) as page:
             section = page.locator("#completions")
@@ -471,20 +458,9 @@ def test_each_kind_of_evidence_has_its_section_and_another_kind_one_with_its_val
             kind=kind, arm="treatment", result=result, reason=foreign(f"{kind}, in words"), values=values
         )
 
-    step_one = {
-        "metric": "train/loss",
-        "baseline": 1,
-        "treatment": 2,
-        "deviation": 0.5,
-        "tolerance": 1,
-        "seed": 3,
-    }
-    step_one |= {
-        "tolerance_from": "rounding",
-        "scale": 2,
-        "scale_from": "the larger value",
-        "aa_deviation": None,
-    }
+    step_one = {"metric": "train/loss", "baseline": 1, "treatment": 2, "deviation": 0.5, "seed": 3}
+    step_one |= {"tolerance": 1, "tolerance_from": "rounding"}
+    step_one |= {"scale": 2, "scale_from": "the larger value", "aa_deviation": None}
     evidence = [
         found("guard", guard="token_mult_prob_error_median", value=1.01, limit=1.05),
         found("guard", "not recorded", guard="peak_memory_ratio", value=None, limit=2),
@@ -539,16 +515,13 @@ def test_many_arms_with_long_names_leave_the_bar_its_verdict(opened, width):
         experiment(values, arms=arms), verdict([claim(arm=arm) for arm in arms[1:]], arms=arms[1:])
     )
     with opened(html, width=width) as page:
-        spots = [
-            page.locator(f".bar {one}").first.bounding_box()
-            for one in (".title", ".toggles", ".theme", ".word")
-        ]
+        parts = (".title", ".toggles", ".theme", ".word")
+        spots = [page.locator(f".bar {part}").first.bounding_box() for part in parts]
         title, toggles, theme, word = (
             (b["x"], b["y"], b["x"] + b["width"], b["y"] + b["height"]) if b else None for b in spots
         )
-        assert (
-            title and theme and word and (toggles is None) == (width == 375)
-        )  # a phone has no room for them
+        # A phone has no room for the toggles
+        assert title and theme and word and (toggles is None) == (width == 375)
         assert toggles is None or title[2] <= toggles[0]
         assert word[2] <= title[2] and theme[3] - theme[1] < 40  # both of one line
         assert page.locator(".bar .arm").evaluate_all("all => all.every(one => one.offsetHeight < 40)")

@@ -78,7 +78,11 @@ def test_windows_are_priced_and_only_flat_ones_are_proposed(simulated):
         assert spread and priced.sd_difference == spread.sd_difference
         assert priced.pairs_needed and priced.hours == priced.pairs_needed * 3.0 * 2
     wide_plan = PowerPlan("next", Compare(claims=[reward_margin(margin=9.0)]), 4, earlier=experiment)
-    assert f"Cheapest that decides: window: {next(iter(wide))}" in shown(wide_plan.render())
+    text = shown(wide_plan.render())
+    assert f"Cheapest that decides: window: {next(iter(wide))}" in text and "GPU hours" in text
+    on_cores = {name: replace(run, config={"cluster.gpus_per_node": 0}) for name, run in runs.items()}
+    text = shown(replace(wide_plan, earlier=replace(experiment, runs=on_cores)).render())
+    assert "hours" in text and "GPU" not in text
 
 
 def test_settings_that_were_measured_are_priced_by_their_hours(tmp_path):

@@ -10,11 +10,13 @@ from abrun.messages import sentence
 from abrun.messages.codes import Code
 from abrun.recipe.claims import Claim, claim_option, describe_claim, parse_claim
 from abrun.report.planning import PowerPlan
+from abrun.report.write import claim_columns
 from abrun.stats.rates import rate_interval
 from abrun.verdict.decide import judge
 from abrun.verdict.limits import judge_limit
 from abrun.verdict.outcomes import after_looking_reason, outcome_reason
 from abrun.verdict.results import ErrorRates
+from abrun.verdict.seed_noise import describe_one_arm
 from abrun.verdict.verdict_file import read_verdict_file
 from tests.reasons import codes_of, reason_of
 from tests.verdict.recorded import experiment_of, run_of, sides_of
@@ -57,6 +59,8 @@ def test_rates_and_spreads_are_written_on_the_command_line(text, option, meaning
 def test_no_other_claim_is_made_of_them(text):
     with pytest.raises(RecipeError, match="allowed: "):
         parse_claim(text)
+    with pytest.raises(RecipeError, match="where lower is; drop it"):
+        parse_claim("rate of divergence:not_worse 5%, higher is better")
 
 
 def arm(name, num_diverged, num):
@@ -113,6 +117,9 @@ def test_failed_runs_are_counted_instead_of_deciding_alone(simulated, judged):
     assert comparison.content.claims[0].estimate.diverged == ((1, 5), (2, 5))
     assert "2 of 5 runs of the treatment diverged" in text and "90 % CI [7.64 %, 81.1 %]" in text
     assert read_verdict_file(directory / "report/verdict.json").claims == comparison.content.claims
+    assert claim_columns(comparison.content)[3] == "rate [90 % CI]"
+    against = judged(directory, claims=[parse_claim("rate of divergence: not_worse 5%")])
+    assert claim_columns(against.content)[3] == "difference of rates [90 % CI]"
     both = judged(directory, claims=[RATE, Claim(metric=REWARD, margin=0.02)])
     assert both.verdict == "INCONCLUSIVE" and Code.CLAIM_NOT_TESTED in codes_of(both)
     assert judged(directory, claims=[Claim(metric=REWARD, margin=0.02)]).verdict == "INVALID"
@@ -123,6 +130,9 @@ def test_if_all_runs_fail_the_claim_is_broken_and_no_runs_show_nothing(simulated
     for seed in range(5):
         fail(directory / f"treatment/seed-{seed}", after_steps=0)
     assert judged(directory, claims=[RATE]).verdict == "FAIL"
+    crashed = [run_of({REWARD: [1.0]}, "new", seed, status="failed") for seed in range(3)]
+    alone = describe_one_arm(experiment_of(tuple(crashed), claims=[RATE], paired=False))
+    assert alone and (alone.verdict, alone.claims[0].estimate.diverged) == ("FAIL", ((0, 0), (3, 3)))
     no_runs = judge_limit("new", sides_of({}, {}), RATE, np.arange(0), ErrorRates())
     assert (no_runs.result, no_runs.problem) == ("not tested", Code.NONE_FINISHED(paired=True))
     running = run_of({"train/loss": [1.0]}, status="running")
@@ -149,6 +159,9 @@ def test_a_spread_over_seeds_is_compared_with_the_baselines(sd, num_pairs, resul
     assert found.result == result, found
     text = sentence(outcome_reason(found, baseline_arm="a"))
     assert ("needs at least 5 pairs" if result == "not tested" else "sd of b / a is ") in text
+    independent = experiment_of(*arms, step_one=False, paired=False)
+    (unpaired,) = judge(independent, [claim])[0].claims
+    assert "Welch" not in sentence(outcome_reason(unpaired, baseline_arm="a"))
     constant = sides_of({REWARD: np.ones((6, 9))}, {REWARD: rng.random((6, 9))})
     assert judge_limit("b", constant, claim, np.arange(1, 10), ErrorRates()).result == "not tested"
 

@@ -355,6 +355,19 @@ def test_without_a_terminal_a_run_says_few_lines(tmp_path: Path, monkeypatch: py
     assert len(lines) == 7
 
 
+def test_an_end_before_this_view_is_printed_with_its_own_time(tmp_path: Path) -> None:
+    directory = make_experiment(tmp_path, baseline_0=60) / "baseline/seed-0"
+    for ended_s in (time.time() - 1, time.mktime((2026, 1, 2, 3, 4, 5, 0, 0, -1))):
+        ended = {"status": "finished", "started_s": 1.0, "ended_s": ended_s}
+        write_json(directory / "attempts/0001.json", ended)
+        output = io.StringIO()
+        with watch.View(Console(file=output, width=200)) as view:
+            view.follow(directory.parents[1])
+        clock = time.strftime("%H:%M:%S", time.localtime(ended_s))
+        date = "2026-01-02 " * (clock == "03:04:05")
+        assert output.getvalue().startswith(f"{date}{clock} baseline/seed-0: finished")
+
+
 def test_on_a_terminal_the_table_is_redrawn_and_notes_stand_above_it(tmp_path: Path) -> None:
     experiment_dir = make_experiment(tmp_path, baseline_0=10)
     output = io.StringIO()

@@ -96,28 +96,13 @@ def _find_unsupported_settings(config: OwnRunConfig, machine: Machine) -> Iterat
             continue
         if field != "rollout.engine":
             problem = refusal(machine.packages, on_gpu)
-        elif config.samples_completions:
-            problem = (
+        else:
+            problem = config.samples_completions and (
                 refusal(machine.packages, on_gpu)
                 or vllm_misfit(model_shape(config.model), config.rollout.tensor_parallel)
                 or config.rollout.support_refusal(machine.packages)
             )
-        else:
-            problem = None
         yield from [problem] if problem else []
-
-
-def _find_bad_folder(config: OwnRunConfig, _: Machine) -> Iterator[str]:
-    yield from filter(None, [folder_refusal(config.model)])
-
-
-def _find_missing_hub_model(config: OwnRunConfig, machine: Machine) -> Iterator[str]:
-    yield from filter(None, [hub_model_refusal(config, machine.ask_hub)])
-
-
-def _find_bad_task_files(config: OwnRunConfig, _: Machine) -> Iterator[Reason]:
-    """Yield errors in the files of task and validation, which the trainer reads."""
-    yield from load_implementation(TASK_CHECK)(config)
 
 
 def _find_missing_verifier(config: OwnRunConfig, _: Machine) -> Iterator[str]:
@@ -196,9 +181,10 @@ CHECKS = (
     Check(OwnRunConfig, _find_model_misfits, cause="recipe"),
     Check(CommandRunConfig, _find_missing_command),
     Check(OwnRunConfig, _find_missing_extras),
-    Check(OwnRunConfig, _find_bad_folder, cause="file"),
-    Check(OwnRunConfig, _find_missing_hub_model),
-    Check(OwnRunConfig, _find_bad_task_files, cause="file"),
+    Check(OwnRunConfig, lambda config, _: filter(None, [folder_refusal(config.model)]), cause="file"),
+    Check(OwnRunConfig, lambda config, machine: filter(None, [hub_model_refusal(config, machine.ask_hub)])),
+    # The trainer reads the files of task and validation
+    Check(OwnRunConfig, lambda config, _: load_implementation(TASK_CHECK)(config), cause="file"),
     Check(OwnRunConfig, _find_missing_verifier),
     Check(OwnRunConfig, _find_bad_checkpoint),
     Check(OwnRunConfig, _find_unsupported_settings),
@@ -223,7 +209,9 @@ def find_problems(
     for check in checks:
         for arm, config in configs.items():
             for problem in check.find(config, machine) if isinstance(config, check.runs) else ():
-                is_final = check.cause != "machine" and not _is_unreadable_here(problem)
+                # Another machine may have a task's file that cannot be read here
+                code = problem.code if isinstance(problem, Reason) else None
+                is_final = check.cause != "machine" and code is not Code.PROBLEMS_UNREADABLE
                 arms_of.setdefault((str(problem), is_final), []).append(arm)
     for arm, config in configs.items():
         count, gpus, shared_by = config.devices_per_node, len(machine.gpus), config.cluster.runs_per_gpu
@@ -240,28 +228,20 @@ def find_problems(
     ]
     reference = plan.recipe.compare.reference
     if reference and not is_file(Path(reference).expanduser()):
-        missing = (
-            f"compare.reference: got {reference!r}, which is not a file here; make one with abrun "
-            "reference save"
-        )
-        problems.append(PlanProblem(text=missing, is_final=False))
+        missing = f"compare.reference: got {reference!r}, which is not a file here"
+        text = f"{missing}; make one with abrun reference save"
+        problems.append(PlanProblem(text=text, is_final=False))
     return problems
-
-
-def _is_unreadable_here(problem: str | Reason) -> bool:
-    """Return whether a task's file cannot be read, which another machine may have."""
-    return isinstance(problem, Reason) and problem.code is Code.PROBLEMS_UNREADABLE
 
 
 def separate_job_refusals(plan: ExperimentPlan) -> list[str]:
     """Return why runs cannot be separate jobs: none waits for another run's rollouts."""
-    recorders = (run.trains_on(plan.recipe.arms) for run in plan.runs)
-    for name in filter(None, recorders):
-        return [
-            f"rollout.from: got {name.arm!r}, an arm of the recipe, but separate jobs do not wait for each "
-            "other; launch the recording arms first, and give the path of their experiment"
-        ]
-    return []
+    recorders = filter(None, (run.trains_on(plan.recipe.arms) for run in plan.runs))
+    return [
+        f"rollout.from: got {name.arm!r}, an arm of the recipe, but separate jobs do not wait for each "
+        "other; launch the recording arms first, and give the path of their experiment"
+        for name in itertools.islice(recorders, 1)
+    ]
 
 
 def anywhere_refusals(plan: ExperimentPlan) -> list[str]:

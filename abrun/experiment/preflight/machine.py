@@ -1,9 +1,9 @@
 """Resources of a machine for runs: devices, packages and hub access; needs no torch."""
 
+import contextlib
 import os
 import platform
 import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -59,8 +59,8 @@ def gpu_names() -> tuple[str, ...]:
 
 def cpu_name() -> str:
     """Return the product name of this machine's CPU."""
-    if sys.platform == "linux":
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
+    with contextlib.suppress(OSError):  # of a system other than Linux
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()

@@ -23,12 +23,6 @@ def triton_refusal(packages: Packages | None = None, *, on_gpu: bool) -> str | N
     )
 
 
-def liger_refusal(packages: Packages, *, on_gpu: bool) -> str | None:
-    if not on_gpu:
-        return "policy.liger: got true with cluster.gpus_per_node: 0, but its kernels need a GPU; use false"
-    return _missing_package("liger-kernel", packages, "policy.liger", True, "liger: false")
-
-
 def ray_refusal(packages: Packages | None = None) -> str | None:
     """Return why a Ray cluster cannot be used with these packages, by default the installed ones."""
     return _missing_package(
@@ -52,7 +46,11 @@ SETTINGS: dict[tuple[str, Any], Callable[[Packages, bool], str | None]] = {
         if "reasoning-gym" in packages
         else "task.type: got 'reasoning_gym', but the package is missing; pip install 'abrun[reasoning]'"
     ),
-    ("policy.liger", True): lambda packages, on_gpu: liger_refusal(packages, on_gpu=on_gpu),
+    ("policy.liger", True): lambda packages, on_gpu: (
+        _missing_package("liger-kernel", packages, "policy.liger", True, "liger: false")
+        if on_gpu
+        else "policy.liger: got true with cluster.gpus_per_node: 0, but its kernels need a GPU; use false"
+    ),
     ("policy.logprobs.impl", "triton"): lambda packages, on_gpu: triton_refusal(packages, on_gpu=on_gpu),
     ("policy.backend.type", "megatron"): lambda packages, _: megatron_refusal(packages),
     ("rollout.engine", "vllm"): lambda packages, on_gpu: vllm_refusal(packages, on_gpu=on_gpu),

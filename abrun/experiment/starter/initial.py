@@ -122,10 +122,8 @@ def check_name(name: str) -> str:
 def initial_files(kind: str, name: str, answer: str) -> dict[str, str]:
     """Return the contents of the starter files by relative path. Raises RecipeError for a bad answer."""
     check_name(name)
-    files = {"recipe": _recipe_files, "external": _external_files, "regression": _regression_files}[kind](
-        name, answer
-    )
-    return {**files, SCHEMA: json.dumps(recipe_schema(), indent=1) + "\n"}
+    makers = {"recipe": _recipe_files, "external": _external_files, "regression": _regression_files}
+    return {**makers[kind](name, answer), SCHEMA: json.dumps(recipe_schema(), indent=1) + "\n"}
 
 
 def write_files(files: dict[str, str], into: Path) -> list[Path]:
@@ -171,7 +169,9 @@ def _external_files(name: str, trainer: str) -> dict[str, str]:
     if trainer not in shipped:
         raise RecipeError(f"--trainer: got {trainer!r}; allowed: {listed([*sorted(shipped), OTHER_TRAINER])}")
     text = shipped[trainer].read_text()
-    scripts = {script: (recipes_folder() / "external" / script).read_text() for script in _script_names(text)}
+    # The files of its own folder that the recipe names
+    names = re.findall(r"\{recipe_dir\}/([\w.-]+)", text)
+    scripts = {name: (recipes_folder() / "external" / name).read_text() for name in names}
     return {f"{name}.yaml": _add_schema_line(_set_recipe_name(text, name)), **scripts}
 
 
@@ -181,30 +181,20 @@ def _regression_files(name: str, recipe: str) -> dict[str, str]:
         raise RecipeError(f"--recipe: got {recipe!r}, which is neither a file here nor a built-in recipe")
     text = path.read_text()
     match = re.search(r"^compare: \{reference: (\S+)\}$", text, re.M)
-    reference = path.parent / match[1] if match else None
-    if match is None or reference is None or not is_file(reference):
+    if match is None or not is_file(reference := path.parent / match[1]):
         raise RecipeError(
             f"--recipe: got {recipe!r}, which has no compare.reference; make one (abrun reference save "
             "EXPERIMENT --output FILE), and add compare: {reference: FILE}"
         )
     text = text.replace(match[0], f"compare: {{reference: {name}.json}}")
+    # The composite action is in the installed package, or in the checkout
+    action, installed = ".github/actions/regression/action.yml", PACKAGE / "shipped" / "action.yml"
     return {
         f"{name}.yaml": _add_schema_line(_set_recipe_name(text, name)),
         f"{name}.json": reference.read_text(),
         f".github/workflows/{name}.yml": _read_template("workflow.yml").format(name=name),
-        ".github/actions/regression/action.yml": _action_path().read_text(),
+        action: (installed if is_file(installed) else PACKAGE.parent / action).read_text(),
     }
-
-
-def _action_path() -> Path:
-    """Return the composite action's path in the checkout or the installed package."""
-    installed = PACKAGE / "shipped" / "action.yml"
-    return installed if is_file(installed) else PACKAGE.parent / ".github/actions/regression/action.yml"
-
-
-def _script_names(text: str) -> list[str]:
-    """Return the files of its own folder that a recipe names."""
-    return re.findall(r"\{recipe_dir\}/([\w.-]+)", text)
 
 
 def _set_recipe_name(text: str, name: str) -> str:

@@ -99,26 +99,20 @@ def _load_shipped_recipe(path: Path) -> ShippedRecipe:
     config = plan.runs[0].config
     cluster, algorithm = config.cluster, getattr(config, "algorithm", None)
     sampled = getattr(algorithm, "prompts_per_step", None)
+    # The first sentence of the leading comment
+    comment = re.match(r"(?:#.*\n)+", path.read_text())
+    prose = " ".join(line.lstrip("# ") for line in comment[0].splitlines()) if comment else ""
     completions_per_step = None if sampled is None else sampled * getattr(algorithm, "group_size", 1)
     return ShippedRecipe(
         name=path.stem,
         path=str(path),
         where="another trainer" if foreign else "GPUs" if cluster.gpus_per_node else "laptop",
-        about=_first_sentence(path.read_text()),
+        about=re.split(r"(?<=[.?])\s+(?=[A-Z`])", prose)[0].rstrip("."),
         arms=len(plan.recipe.arms),
         runs=len(plan.runs),
         steps=config.steps,
         nodes=cluster.nodes,
         devices=config.devices_per_node,
         device="GPU" if cluster.gpus_per_node else "CPU core",
-        completions=None
-        if completions_per_step is None
-        else completions_per_step * config.steps * len(plan.runs),
+        completions=completions_per_step and completions_per_step * config.steps * len(plan.runs),
     )
-
-
-def _first_sentence(text: str) -> str:
-    """Return the first sentence of a recipe's leading comment."""
-    comment = re.match(r"(?:#.*\n)+", text)
-    prose = " ".join(line.lstrip("# ") for line in comment[0].splitlines()) if comment else ""
-    return re.split(r"(?<=[.?])\s+(?=[A-Z`])", prose)[0].rstrip(".")

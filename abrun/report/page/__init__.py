@@ -32,18 +32,8 @@ from abrun.verdict.verdict_file import VerdictFile, as_json
 STYLES = ("uPlot.min.css", "page.css")
 # All scripts share one scope; page.js comes last and assembles the page.
 SCRIPTS = (
-    "uPlot.iife.min.js",
-    "elements.js",
-    "marks.js",
-    "charts.js",
-    "readout.js",
-    "verdict.js",
-    "claims.js",
-    "evidence.js",
-    "metrics.js",
-    "completions.js",
-    "runs.js",
-    "page.js",
+    *("uPlot.iife.min.js", "elements.js", "marks.js", "charts.js", "readout.js", "verdict.js"),
+    *("claims.js", "evidence.js", "metrics.js", "completions.js", "runs.js", "page.js"),
 )
 # Limits of all charts together. MAX_VALUES is about 6 MB; charts beyond MAX_BYTES are left out.
 MAX_VALUES = 600_000
@@ -104,13 +94,8 @@ def _data_blocks(experiment: RecordedExperiment, content: VerdictFile, context: 
         "qualifiers": verdict_qualifiers(content),
         "arms": experiment.arms,
         "runs": [
-            {
-                "name": str(run),
-                "status": run.status,
-                "failure": run.failure,
-                "num_steps": len(run.steps),
-                "last_step": int(run.steps[-1]) if len(run.steps) else None,
-            }
+            {"name": str(run), "status": run.status, "failure": run.failure, "num_steps": len(run.steps)}
+            | {"last_step": int(run.steps[-1]) if len(run.steps) else None}
             for run in experiment.runs.values()
         ],
         "metrics": metrics[:num_drawn],
@@ -120,8 +105,7 @@ def _data_blocks(experiment: RecordedExperiment, content: VerdictFile, context: 
         "mismatch": TOKEN_MULT_PROB_ERROR if TOKEN_MULT_PROB_ERROR in metrics[:num_drawn] else None,
         "mismatch_limit": experiment.compare.guards.token_mult_prob_error_median,
         "memory": peaks and asdict(peaks),
-        "context": context
-        and {**asdict(context), "next_steps": [step.as_json() for step in context.next_steps]},
+        "context": context and asdict(context),
     }
     return [_script("report", _encode_json(report)), *blocks]
 
@@ -221,10 +205,9 @@ def _make_row(experiment: RecordedExperiment, index: int, metric: str) -> dict[s
         return row
     first_step, _ = window_bounds(WINDOW, steps, metric)
     levels = _levels(experiment, runs, values[:, steps >= first_step] / divisor, metric)
-    by_arm = {
-        arm: {name.seed: level for name, level in levels.items() if name.arm == arm}
-        for arm in experiment.arms
-    }
+    by_arm: dict[str, dict[int, float]] = {arm: {} for arm in experiment.arms}
+    for name, level in levels.items():
+        by_arm[name.arm][name.seed] = level
     baseline = by_arm[experiment.baseline]
     row["baseline"] = float(np.mean([*baseline.values()])) if baseline else None
     row["arms"] = [
@@ -310,7 +293,5 @@ def _small_curves(
     for index, mean in means.items():
         share = (mean - low) / span if span > 0 else np.where(np.isfinite(mean), 0.5, np.nan)
         scaled = CURVE_HEIGHT * np.where(np.isfinite(share), share, np.nan)
-        yield {
-            "arm": index,
-            "points": [None if math.isnan(point) else round(point) for point in scaled.tolist()],
-        }
+        points = [None if math.isnan(point) else round(point) for point in scaled.tolist()]
+        yield {"arm": index, "points": points}

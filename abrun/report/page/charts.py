@@ -66,8 +66,11 @@ def chart_json(
     rows = ChartRows(panel.steps)
     runs = [run for run in experiment.runs.values() if len(run.series(metric))]
     notes = [*_thinned_lines_notes(panel), *_gap_notes(runs, metric)]
+    curves = {curve.arm: curve for curve in panel.curves}
     for arm in experiment.arms:
-        notes += [note for curve in panel.curves if curve.arm == arm for note in _coverage_notes(curve)]
+        if (curve := curves.get(arm)) and len(curve.steps) < curve.num_steps:
+            covered = f"the {len(curve.steps)} of {curve.num_steps} steps that all its runs recorded"
+            notes.append(f"{arm}: mean and band cover {covered}")
         notes += _missing_run_notes(experiment, arm, metric)
     omitted = [f"and {len(notes) - MAX_NOTES} more such notes"] * (len(notes) > MAX_NOTES)
     return {
@@ -160,14 +163,11 @@ def _narrow(values: Array) -> NDArray[Any]:
 
 
 def _thinned_lines_notes(panel: Panel) -> Iterator[str]:
-    for curve in panel.curves:
-        if len(curve.seeds) < curve.num_seeds:
-            counts = f"{len(curve.seeds)} of {curve.num_seeds} seeds drawn"
-            yield f"{curve.arm}: {counts}; mean and band include all seeds"
-    for difference in panel.differences:
-        if len(difference.pairs) < difference.num_pairs:
-            counts = f"{len(difference.pairs)} of {difference.num_pairs} pairs drawn"
-            yield f"{difference.arm}: {counts}; mean and windows include all pairs"
+    drawings = [(line.arm, line.seeds, line.num_seeds, "seeds", "band") for line in panel.curves]
+    drawings += [(line.arm, line.pairs, line.num_pairs, "pairs", "windows") for line in panel.differences]
+    for arm, drawn, number, unit, around in drawings:
+        if len(drawn) < number:
+            yield f"{arm}: {len(drawn)} of {number} {unit} drawn; mean and {around} include all {unit}"
 
 
 def _gap_notes(runs: Sequence[RecordedRun], metric: str) -> Iterator[str]:
@@ -193,9 +193,3 @@ def _missing_run_notes(experiment: RecordedExperiment, arm: str, metric: str) ->
         if not run.finished and len(run.series(metric)):
             last_step = run.series(metric).steps[-1]
             yield f"{run}: {run.status} after step {last_step}; drawn dotted, excluded from the mean"
-
-
-def _coverage_notes(curve: Curve) -> Iterator[str]:
-    num_steps, shared = curve.num_steps, len(curve.steps)
-    if shared < num_steps:
-        yield f"{curve.arm}: mean and band cover the {shared} of {num_steps} steps that all its runs recorded"
