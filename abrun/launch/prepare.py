@@ -47,7 +47,6 @@ from abrun.runs.files import (
 from abrun.runs.launches import write_config
 from abrun.runs.layout import EXPERIMENT, NAME_PATTERN
 from abrun.runs.lock import LOCK, Lease, launcher_lock
-from abrun.runs.records import RunRecord
 from abrun.runs.redaction import yaml_text
 from abrun.runs.rundir import RunDir
 
@@ -173,15 +172,7 @@ def write_run_record(
 ) -> None:
     """Write a run's record, which tells its process what to do."""
     weights = warm_start and os.path.relpath(RunDir(warm_start).final_weights, directory)
-    write_config(
-        RunDir(directory),
-        RunRecord(
-            experiment=experiment,
-            name=name,
-            initial_weights=weights,
-            config=config.model_dump(mode="json"),
-        ),
-    )
+    write_config(RunDir(directory), experiment, name, config.model_dump(mode="json"), weights)
 
 
 def _write_experiment(plan: ExperimentPlan, experiment_dir: Path, *, resume: bool) -> None:
@@ -238,7 +229,8 @@ def _update_record(run: RunDir, config: RunConfig) -> None:
         current = {key: content["trainer"][key] for key in ("aliases", "recipe_dir")}
         changed["trainer"] = {**record.config["trainer"], **current}
     if any(record.config.get(key) != value for key, value in changed.items()):
-        write_config(run, replace(record, config={**record.config, **changed}))
+        config_json = {**record.config, **changed}
+        write_config(run, record.experiment, record.name, config_json, record.initial_weights)
 
 
 def _as_recorded(plan: ExperimentPlan, experiment_dir: Path) -> ExperimentPlan:

@@ -18,7 +18,7 @@ from abrun.runs.experiment import WARM_START, WARM_STARTS, run_dir, warm_start_d
 from abrun.runs.files import wrap_read_errors
 from abrun.runs.launches import reopen, write_config
 from abrun.runs.lock import Lease, LockedError
-from abrun.runs.records import RunRecord, Status
+from abrun.runs.records import Status
 from abrun.runs.rundir import RunDir
 from abrun.runs.state import read_state
 
@@ -103,9 +103,7 @@ class LaunchJob:
             raise
         if note:
             say(f"{self.label}: {note}")
-        config = self.config.model_dump(mode="json")
-        record = RunRecord(experiment=WARM_STARTS, name=WARM_START, initial_weights=None, config=config)
-        write_config(self.run, record)
+        write_config(self.run, WARM_STARTS, WARM_START, self.config.model_dump(mode="json"))
         return True
 
     def _has_orphans(self, say: Callable[[str], object]) -> bool:

@@ -36,16 +36,6 @@ MAX_ATTEMPT = 999_999_999  # exclusive in rows: no attempt can begin after this 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunRecord:
-    """A run's name, configuration and initial weights: `config.json`."""
-
-    experiment: str
-    name: RunName
-    initial_weights: str | None  # a folder, relative to the run directory
-    config: dict[str, Any]  # resolved; abrun.recipe.experiment.parse_stored_run parses it
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt(Owner):
     """One start of the job, as recorded by the job itself: a file in `attempts/` that only the job writes.
 
@@ -242,14 +232,15 @@ def refuse_other_schema(content: Mapping[str, Any], path: Path) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoredConfig:
-    """The fields of `config.json`; a missing arm is "", a missing number -1."""
+class RunRecord:
+    """A run's name, configuration and initial weights: `config.json`. A missing number is -1."""
 
-    experiment: str | None = None
+    experiment: str = ""
     arm: str = ""
     seed: Count = -1
     rerun: Count = -1
-    initial_weights: PathText | None = None
+    initial_weights: PathText | None = None  # a folder, relative to the run directory
+    # Resolved; abrun.recipe.experiment.parse_stored_run parses it
     config: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -276,23 +267,12 @@ class StoredConfig:
         now, earlier = (hashlib.sha256(text.encode()).hexdigest()[:16] for text in texts)
         return f"{self.name} {now}", f"{self.name} {earlier}"
 
-    def record(self) -> RunRecord | None:
-        """Return the run's record; None if a field that every run of abrun has is missing."""
-        if not (self.arm and self.seed >= 0 and self.rerun >= 0 and self.config):
-            return None
-        return RunRecord(
-            experiment=str(self.experiment),
-            name=self.name,
-            initial_weights=self.initial_weights,
-            config=self.config,
-        )
 
-
-def read_stored_config(path: Path, max_bytes: int = MAX_FILE_BYTES) -> StoredConfig:
+def read_run_record(path: Path, max_bytes: int = MAX_FILE_BYTES) -> RunRecord:
     """Return the content of `config.json`, which may be missing. Raises StoreError if it is malformed."""
     content = read_json_or_empty(path, max_bytes)
     refuse_other_schema(content, path)
-    return checked(StoredConfig, content, path)
+    return checked(RunRecord, content, path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

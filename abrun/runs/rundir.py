@@ -45,7 +45,7 @@ from abrun.runs.records import (
     describe_commit,
     last_attempt,
     read_attempt,
-    read_stored_config,
+    read_run_record,
     start_step,
 )
 from abrun.runs.schemas import checked
@@ -97,7 +97,7 @@ class RunDir:
     @property
     def initial_weights(self) -> Path | None:
         """The folder of the initial weights; None if the run starts from its model's weights."""
-        weights = read_stored_config(self.path / layout.CONFIG).initial_weights
+        weights = read_run_record(self.path / layout.CONFIG).initial_weights
         return self.path / weights if weights else None
 
     def is_run_file(self, path: Path) -> bool:
@@ -113,8 +113,8 @@ class RunDir:
         path = self.path / layout.CONFIG
         if not is_file(path):
             read_json(path)
-        record = read_stored_config(path, MAX_RECORD_BYTES).record()
-        if record is None:
+        record = read_run_record(path, MAX_RECORD_BYTES)
+        if not (record.arm and record.seed >= 0 and record.rerun >= 0 and record.config):
             raise StoreError(f"{path}: lacks arm, seed, rerun or config; launch the run again")
         return record
 
@@ -133,7 +133,7 @@ class RunDir:
 
     def identities(self) -> tuple[str, str]:
         """Return the identity, and that of versions before runs could share a GPU."""
-        return read_stored_config(self.path / layout.CONFIG).identities()
+        return read_run_record(self.path / layout.CONFIG).identities()
 
     def attempts(self) -> list[Attempt]:
         """Return every attempt, oldest first."""

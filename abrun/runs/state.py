@@ -18,7 +18,7 @@ from abrun.runs.records import (
     NodeStatus,
     SilentRank,
     Status,
-    read_stored_config,
+    read_run_record,
     recorded_reason,
 )
 from abrun.runs.rundir import RunDir
@@ -117,7 +117,7 @@ def read_state(run: RunDir, name: RunName) -> RunState:
         status=status,
         step=heartbeat.step,
         started_s=latest.started_s,
-        num_steps=read_stored_config(run.path / layout.CONFIG).num_steps,
+        num_steps=read_run_record(run.path / layout.CONFIG).num_steps,
         reason=reason if status in ("failed", "interrupted", "stalled") else None,
         exit_code=record.exit_code,
         signal=record.signal if isinstance(record, Launch) else None,
