@@ -18,31 +18,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from abrun import processes
 from abrun.errors import AbrunError, LaunchError, StoreError
 from abrun.experiment.command import node_variables
 from abrun.experiment.preflight.machine import cpu_name
 from abrun.logs import read_log
 from abrun.logs.aliases import FRAMEWORKS, rename_metrics
 from abrun.messages.codes import Code, Reason, in_words
-from abrun.processes import (
-    RUN_DIR_VARIABLE,
-    PauseDetector,
-    Popen,
-    StopRequests,
-    adopt_orphans,
-    catch_stop_signals,
-    count_oom_kills,
-    end_group,
-    ending_reason,
-    find_descendants,
-    find_run_processes,
-    kill_all,
-    poll_interval,
-    reap_orphans,
-    shell_exit_code,
-    start_process,
-    wait_for_exit,
-)
 from abrun.processes.capture import capture_output
 from abrun.processes.progress import MAX_STEPS, hang_timeout_s
 from abrun.recipe.command import SCRIPT_SUFFIXES as SUFFIXES
@@ -63,13 +45,13 @@ from abrun.runs.rundir import RunDir
 from abrun.runs.writer import FencedError, LostRowsError, RunWriter, begin_attempt
 
 RAY_NODE = Path(__file__).with_name("ray_node.py")
-POLL_S = poll_interval(1.0)
+POLL_S = processes.poll_interval(1.0)
 # Launchers wait 35 s before they kill.
 GRACE_S = 30.0
 # A command counts as hanging after this multiple of its longest step so far.
 STALL_FACTOR = 10
 # Between questions to Slurm about the job of `sbatch --wait`, which prints this line.
-ASK_SLURM_S = poll_interval(10.0)
+ASK_SLURM_S = processes.poll_interval(10.0)
 SUBMITTED = r"^Submitted batch job (\d+)"
 LIMITS = (Code.TIME_LIMIT_REACHED, Code.START_LIMIT_REACHED, Code.STALL_LIMIT_REACHED)
 # Exit codes, the same as those of abrun.trainer and its agent.
@@ -113,7 +95,7 @@ class _Run:
         self._config = config
         self._writer = writer
         self._log_start = 0
-        self._oom_kills = count_oom_kills()
+        self._oom_kills = processes.count_oom_kills()
         self._follower = MetricsFollower(
             config.trainer.metrics, Path(self._call.metrics_path), config.trainer.aliases, run_dir
         )
@@ -121,7 +103,7 @@ class _Run:
         self._step, self._longest_step_s = 0, 0.0
         self._steps_s: list[float] = []
         self._ask_slurm_s, self._was_queued = 0.0, False
-        self._pauses = PauseDetector()
+        self._pauses = processes.PauseDetector()
 
     def run(self) -> int:
         call, trainer, writer = self._call, self._config.trainer, self._writer
@@ -139,14 +121,14 @@ class _Run:
         self._log_start = self._run_dir.log_size()
         log, log_bytes = self._run_dir.log, int(self._config.limits.log_mib * 2**20)
         with (
-            catch_stop_signals() as requests,
+            processes.catch_stop_signals() as requests,
             capture_output(log, log_bytes, current_mask().hide_bytes),
             _running(self._config, call, self._env, self._run_dir) as process,
         ):
             self._report_progress()
             status, stop_reason = self._follow(process, requests)
             if status is None:
-                end_group(process, GRACE_S, lambda: requests.is_forced)
+                processes.end_group(process, GRACE_S, lambda: requests.is_forced)
         self._copy_metrics(has_ended=True)
         if status is not None:
             return self._record_end(status)
@@ -157,12 +139,14 @@ class _Run:
         writer.interrupt(exit_code=INTERRUPTED, step=step, signal=requests.first_signal)
         return INTERRUPTED
 
-    def _follow(self, process: Popen, requests: StopRequests) -> tuple[int | None, Reason | None]:
+    def _follow(
+        self, process: processes.Popen, requests: processes.StopRequests
+    ) -> tuple[int | None, Reason | None]:
         """Copy metrics while the command runs. Return its exit status, or else the reason to end it."""
         while (
-            status := wait_for_exit(process, POLL_S, lambda: requests.first_signal)
+            status := processes.wait_for_exit(process, POLL_S, lambda: requests.first_signal)
         ) is None and requests.first_signal is None:
-            reap_orphans({process.pid})
+            processes.reap_orphans({process.pid})
             self._copy_metrics()
             problem = self._find_exceeded_limit() or self._follower.mistaken_alias
             if problem:
@@ -240,7 +224,7 @@ class _Run:
         step = self._follower.last_step
         problem = self._find_problem(status)
         if problem:
-            return self._fail(problem, shell_exit_code(status) or FAILED)
+            return self._fail(problem, processes.shell_exit_code(status) or FAILED)
         notes = [f"aliases: the log has no metric {name!r}" for name in self._follower.never_logged]
         if step < self._config.steps:
             notes.append(f"the metrics end at step {step} of {self._config.steps}")
@@ -253,7 +237,7 @@ class _Run:
         """Return why a command that has ended did not produce a complete run, or None."""
         if status:
             printed = self._run_dir.read_log(self._log_start)
-            ending = ending_reason(status, printed, self._oom_kills)
+            ending = processes.ending_reason(status, printed, self._oom_kills)
             return Code.SEE_LOG(ending=ending, log=self._run_dir.log)
         if not self._follower.has_metrics:
             metrics = self._config.trainer.metrics
@@ -295,7 +279,7 @@ def _fill_command(
         **call.env,
         "ABRUN_SEED": str(name.seed),
         "ABRUN_ARM": name.arm,
-        RUN_DIR_VARIABLE: os.path.realpath(run_path),
+        processes.RUN_DIR_VARIABLE: os.path.realpath(run_path),
         "ABRUN_ATTEMPT": str(attempt),
     }
 
@@ -303,12 +287,12 @@ def _fill_command(
 @contextlib.contextmanager
 def _running(
     config: CommandRunConfig, call: Invocation, env: Mapping[str, str], run_dir: RunDir
-) -> Iterator[Popen]:
+) -> Iterator[processes.Popen]:
     """Run this node's process in its own process group; kill everything that is left of it at the end.
 
     It is the command, or with `trainer.ray` what starts Ray here, and on the first node then the command.
     """
-    adopt_orphans()
+    processes.adopt_orphans()
     with contextlib.ExitStack() as stack:
         argv = call.argv
         if config.trainer.ray:
@@ -317,7 +301,7 @@ def _running(
             head = f"{env['ABRUN_HEAD_ADDRESS']}:{env['ABRUN_PORT']}"
             argv = [call.python, str(RAY_NODE), head, stack.enter_context(folder), *argv]
         try:
-            process = start_process(argv, env, death_signal=signal.SIGKILL, process_group=0)
+            process = processes.start_process(argv, env, death_signal=signal.SIGKILL, process_group=0)
         except OSError as error:
             field = "python" if config.trainer.ray else "argv"
             raise LaunchError(
@@ -327,7 +311,7 @@ def _running(
         try:
             yield process
         finally:
-            kill_all(lambda: find_descendants(os.getpid()) | find_run_processes(run_dir.path))
+            processes.kill_run(run_dir.path, os.getpid())
             process.wait()
 
 
@@ -338,17 +322,17 @@ def _run_on_other_node(run_dir: RunDir, config: CommandRunConfig, record: RunRec
     """
     before = max((launch.attempts for launch in run_dir.launches()), default=0)
     call, env = _fill_command(run_dir, config, record, before + 1)
-    log, log_start, oom_kills = run_dir.node_log(node), run_dir.log_size(node), count_oom_kills()
+    log, log_start, oom_kills = run_dir.node_log(node), run_dir.log_size(node), processes.count_oom_kills()
     end_s, has_ray = math.inf, config.trainer.ray
     with (
-        catch_stop_signals() as requests,
+        processes.catch_stop_signals() as requests,
         capture_output(log, int(config.limits.log_mib * 2**20), current_mask().hide_bytes),
         _running(config, call, env, run_dir) as process,
     ):
         while (
-            status := wait_for_exit(process, POLL_S, lambda: requests.first_signal and not has_ray)
+            status := processes.wait_for_exit(process, POLL_S, lambda: requests.first_signal and not has_ray)
         ) is None and time.monotonic() < end_s:
-            reap_orphans({process.pid})
+            processes.reap_orphans({process.pid})
             first, now = run_dir.attempt(), time.monotonic()
             if first.number > before and first.status != "running":  # the end of Ray's head is no failure
                 if has_ray:
@@ -357,13 +341,13 @@ def _run_on_other_node(run_dir: RunDir, config: CommandRunConfig, record: RunRec
             elif requests.first_signal:  # Ray's nodes stay until its driver has saved
                 end_s = min(end_s, now + GRACE_S if has_ray else now)
         if status is None and not has_ray:  # a node of Ray would wait for its tasks
-            end_group(process, GRACE_S, lambda: requests.is_forced)
+            processes.end_group(process, GRACE_S, lambda: requests.is_forced)
     if not status:
         return 0
     printed = run_dir.read_log(log_start, node=node)
-    cause = Code.SEE_LOG(ending=ending_reason(status, printed, oom_kills), log=log)
+    cause = Code.SEE_LOG(ending=processes.ending_reason(status, printed, oom_kills), log=log)
     _write_node_ending(run_dir, node, before, cause)
-    return shell_exit_code(status)
+    return processes.shell_exit_code(status)
 
 
 def _write_node_ending(run_dir: RunDir, node: int, previous_attempt: int, cause: Reason) -> None:

@@ -34,9 +34,9 @@ from abrun.processes import (
     exit_like,
     find_children,
     find_descendants,
-    find_run_processes,
     is_unexplained,
     kill_all,
+    kill_run,
     progress,
     reap_orphans,
     shell_exit_code,
@@ -120,7 +120,7 @@ def _run_and_watch(
         watch.done.set()
         if watch.is_alive():
             watch.join()
-        kill_all(lambda: find_descendants(os.getpid()) | find_run_processes(options.directory))
+        kill_run(options.directory, os.getpid())
     return (TIMED_OUT, watch.ended_because) if watch.ended_because else (status, reason)
 
 

@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from abrun import processes
 from abrun.experiment.command import run_command, run_environment
 from abrun.experiment.plan import ExperimentPlan
 from abrun.experiment.preflight.checks import find_problems
@@ -15,14 +16,6 @@ from abrun.experiment.preflight.machine import Machine, this_machine
 from abrun.launch.engine import Devices
 from abrun.launch.hosts import EngineHosts, engine_hosts_for
 from abrun.launch.mps import NO_DAEMON, PIPE_VARIABLE, MpsService, is_served, mps_for, shares_by_mps
-from abrun.processes import (
-    Popen,
-    find_descendants,
-    find_run_processes,
-    kill_all,
-    start_process,
-    wait_for_exit,
-)
 from abrun.recipe.run import RunConfig
 from abrun.runs.files import open_log
 from abrun.runs.launches import update_launch
@@ -136,10 +129,10 @@ class LocalEngine:
         )
         return LocalRun(run, process, devices, self._slots, on_end)
 
-    def _start_process(self, run: RunDir, command: list[str], env: Mapping[str, str]) -> Popen:
+    def _start_process(self, run: RunDir, command: list[str], env: Mapping[str, str]) -> processes.Popen:
         """Start a run's first process."""
         with open_log(run.log) as output:
-            return start_process(
+            return processes.start_process(
                 command,
                 env,
                 death_signal=signal.SIGTERM,  # ends with the launcher, after a checkpoint
@@ -171,7 +164,7 @@ class LocalRun:
     """First process of a run, which passes SIGTERM on to the run's other processes."""
 
     run: RunDir
-    process: Popen
+    process: processes.Popen
     devices: Devices
     slots: Slots
     on_end: Callable[[bool], None] = lambda finished: None  # called once, with whether the run has finished
@@ -187,7 +180,7 @@ class LocalRun:
         if status is not None and not self.ended:
             self.ended = True
             # A first process that was killed could not end the others.
-            kill_all(lambda: find_run_processes(self.run.path))
+            processes.kill_all(lambda: processes.find_run_processes(self.run.path))
             self.on_end(status == 0)
             self.slots.release(self.devices)
         return status
@@ -197,7 +190,7 @@ class LocalRun:
             self.process.terminate()
             return
         if self.process.poll() is None:
-            kill_all(lambda: find_descendants(self.pid) | find_run_processes(self.run.path))
+            processes.kill_run(self.run.path, self.pid)
             self.process.kill()  # in case its environment was unreadable
-        wait_for_exit(self.process, math.inf, lambda: False)
+        processes.wait_for_exit(self.process, math.inf, lambda: False)
         self.poll()

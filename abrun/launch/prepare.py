@@ -24,6 +24,7 @@ from abrun.recipe.algorithms import PolicyGradientSettings
 from abrun.recipe.command import Command, CommandRunConfig
 from abrun.recipe.experiment import BASELINE, parse_stored_run, refuse_removed_settings
 from abrun.recipe.run import RunConfig
+from abrun.runs import files
 from abrun.runs.experiment import (
     REFERENCE,
     WARM_STARTS,
@@ -34,15 +35,6 @@ from abrun.runs.experiment import (
     run_dir,
     warm_start_dir,
     write_experiment,
-)
-from abrun.runs.files import (
-    is_directory,
-    is_file,
-    partial_files,
-    remove_partial_files,
-    wrap_read_errors,
-    wrap_write_errors,
-    write_file,
 )
 from abrun.runs.launches import write_config
 from abrun.runs.layout import EXPERIMENT, NAME_PATTERN
@@ -103,9 +95,11 @@ def refuse_existing(experiment_dir: Path) -> None:
             f"{experiment_dir}: an experiment already exists here ({finished} of {len(names)} runs "
             "finished); continue it with --resume, or choose another --name"
         )
-    names = {path.name for path in experiment_dir.iterdir()} if is_directory(experiment_dir) else set[str]()
+    names = (
+        {path.name for path in experiment_dir.iterdir()} if files.is_directory(experiment_dir) else set[str]()
+    )
     # A launcher that was killed before it wrote experiment.json leaves these
-    leftovers = {*partial_files(names), *((LOCK, REFERENCE) if LOCK in names else ())}
+    leftovers = {*files.partial_files(names), *((LOCK, REFERENCE) if LOCK in names else ())}
     if names - leftovers:
         raise LaunchError(f"{experiment_dir}: is not empty and not an experiment; choose another --name")
 
@@ -142,7 +136,7 @@ def own_experiment(
     new_folders = [path for path in (experiment_dir, *experiment_dir.parents) if not os.path.lexists(path)]
     try:
         with launcher_lock(experiment_dir, take_over=take_over, say=say) as lease:
-            remove_partial_files(experiment_dir)
+            files.remove_partial_files(experiment_dir)
             # Check again: a faster launcher may have submitted or created it meanwhile.
             refuse(experiment_dir)
             if resume:
@@ -159,7 +153,7 @@ def own_experiment(
                 for line in (*describe_decisions(plan.decided), *find_ineffective_settings(plan)):
                     say(line)
             if experiment_dir.parent in new_folders:  # keeps `git add` from adding runs
-                write_file(experiment_dir.parent / ".gitignore", b"*\n", mode=0o644)
+                files.write_file(experiment_dir.parent / ".gitignore", b"*\n", mode=0o644)
             yield lease
     finally:
         for path in new_folders:
@@ -183,9 +177,11 @@ def _write_experiment(plan: ExperimentPlan, experiment_dir: Path, *, resume: boo
     """
     reference = plan.recipe.compare.reference
     stored_reference = experiment_dir / REFERENCE
-    if reference and not (is_experiment(experiment_dir) and is_file(stored_reference)):
-        with wrap_write_errors(stored_reference):  # copied once: later changes to the file have no effect
-            write_file(stored_reference, Path(reference).expanduser().read_bytes())
+    if reference and not (is_experiment(experiment_dir) and files.is_file(stored_reference)):
+        with files.wrap_write_errors(
+            stored_reference
+        ):  # copied once: later changes to the file have no effect
+            files.write_file(stored_reference, Path(reference).expanduser().read_bytes())
     declared: dict[str, Any] = {
         "compare_sha256": compare_hash(plan.recipe.compare),
         "launched_pairs": len(plan.recipe.seeds),
@@ -208,7 +204,7 @@ def _write_experiment(plan: ExperimentPlan, experiment_dir: Path, *, resume: boo
     for run in plan.runs:
         directory = run_dir(experiment_dir, run.name)
         try:
-            with wrap_read_errors(directory):
+            with files.wrap_read_errors(directory):
                 stored_run_dir = RunDir(directory)
                 if not stored_run_dir.exists:
                     warm_start = warm_start_dir(experiment_dir, run.warm_start) if run.warm_start else None
@@ -274,14 +270,14 @@ def _refuse_other_recipe(plan: ExperimentPlan, experiment_dir: Path) -> None:
             )
         run = RunDir(run_dir(experiment_dir, name))
         is_readable = False
-        with contextlib.suppress(StoreError), wrap_read_errors(run.path):
+        with contextlib.suppress(StoreError), files.wrap_read_errors(run.path):
             recorded |= {name: run} if run.exists else {}
             can_rename_aliases = can_rename_aliases and not run.finished
             is_readable = True
         can_rename_aliases = can_rename_aliases and is_readable
     weights: dict[str, Path] = {}
     for name, run in recorded.items():
-        with contextlib.suppress(StoreError), wrap_read_errors(run.path):
+        with contextlib.suppress(StoreError), files.wrap_read_errors(run.path):
             refuse_removed_settings(run.record().config, f"{run.path}: --resume")
             if difference := _describe_difference(
                 run, planned[name].config, can_rename_aliases=can_rename_aliases

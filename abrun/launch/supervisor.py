@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from abrun import processes
 from abrun.errors import AbrunError, LaunchError
 from abrun.experiment.options import LaunchOptions
 from abrun.experiment.plan import ExperimentPlan, RunName
@@ -26,16 +27,6 @@ from abrun.launch.queue import LaunchJob, LaunchQueue
 from abrun.messages import sentence
 from abrun.messages.codes import Code, Reason, in_words
 from abrun.messages.numbers import count_text
-from abrun.processes import (
-    StopRequests,
-    catch_stop_signals,
-    count_oom_kills,
-    ending_reason,
-    is_slurm_oom,
-    is_unexplained,
-    poll_interval,
-    signal_name,
-)
 from abrun.recipe.command import referenced_values
 from abrun.runs.experiment import read_run_state
 from abrun.runs.launches import begin_launch, end_launch, read_endings, update_launch
@@ -43,7 +34,7 @@ from abrun.runs.lock import Lease
 from abrun.runs.records import Status, recorded_reason
 from abrun.runs.redaction import hide_secrets_of, hide_values, redacted
 
-POLL_S = poll_interval(0.2)
+POLL_S = processes.poll_interval(0.2)
 MAX_ERRORS = 3
 # A retry would only take as long again, or its log would lack the same metric.
 NO_RETRY_CODES = (Code.TIME_LIMIT_REACHED, Code.ALIAS_NOT_LOGGED)
@@ -156,7 +147,7 @@ class Supervisor:
         self._say, self._tick = _ignore_io_errors(say), _ignore_io_errors(tick)
         self._lease = lease
         self._grace_s = grace_s
-        self._requests = StopRequests()
+        self._requests = processes.StopRequests()
         self._git = git
 
     def run(self) -> int | None:
@@ -165,7 +156,7 @@ class Supervisor:
         hide_secrets_of(os.environ)
         for job in self._queue.jobs:
             hide_values(referenced_values(job.config, os.environ))
-        with catch_stop_signals() as self._requests, self._engine.prepare_for(expected, self._say):
+        with processes.catch_stop_signals() as self._requests, self._engine.prepare_for(expected, self._say):
             try:
                 while self._requests.first_signal is None and not self._queue.is_done:
                     self._reap()
@@ -207,7 +198,7 @@ class Supervisor:
     def _start(self, job: LaunchJob, devices: Devices) -> None:
         begin_launch(job.run, devices, self._git, runs_per_gpu=job.config.cluster.runs_per_gpu)
         job.log_start = job.run.log_size()
-        job.oom_kills = count_oom_kills()
+        job.oom_kills = processes.count_oom_kills()
         job.first_step = job.run.heartbeat().step
         job.started = self._engine.start(job.run, job.config, devices)
         job.status = "running"
@@ -243,14 +234,16 @@ class Supervisor:
         job.status, reason = _determine_ending(job, exit_status)
         exit_fields: dict[str, Any] = {
             "exit_code": None if exit_status < 0 else exit_status,
-            "signal": signal_name(exit_status),
+            "signal": processes.signal_name(exit_status),
         }
         end_launch(job.run, job.status, reason, **exit_fields)
         job.lock.close()
         code = reason and _leading_reason(reason).code
         is_expected = job.status == "finished" or job.is_stopping
         is_lost = job.started is not None and job.started.is_lost and not is_expected  # not the run's fault
-        is_explained = reason and job.status == "failed" and exit_status >= 0 and not is_unexplained(reason)
+        is_explained = (
+            reason and job.status == "failed" and exit_status >= 0 and not processes.is_unexplained(reason)
+        )
         failed_at_start = code == Code.ALIAS_NOT_LOGGED or not job.run.heartbeat().step
         if reason and is_explained and failed_at_start and not is_lost:
             path = str(job.run.path)
@@ -313,10 +306,10 @@ def _determine_ending(job: LaunchJob, exit_status: int) -> tuple[Status, Reason 
         is_named = any(
             reason.code == Code.OUT_OF_MEMORY_KILLED for error in errors for reason in error.walk()
         )
-        is_oom = not is_named and is_slurm_oom(printed)
+        is_oom = not is_named and processes.is_slurm_oom(printed)
         ending = Code.SEVERAL_ERRORS(errors=errors[:MAX_ERRORS], out_of_memory=is_oom)
     elif exit_status:
-        ending = ending_reason(exit_status, printed, job.oom_kills)
+        ending = processes.ending_reason(exit_status, printed, job.oom_kills)
     else:
         ending = in_words("ended without a result")
     return "failed", Code.SEE_LOG(ending=ending.map_texts(redacted), log=job.run.log)
@@ -329,7 +322,7 @@ def _leading_reason(reason: Reason) -> Reason:
     return _leading_reason(reason["errors"][0]) if reason.code == Code.SEVERAL_ERRORS else reason
 
 
-JOBS_POLL_S = poll_interval(0.5)
+JOBS_POLL_S = processes.poll_interval(0.5)
 # A file server may take this long to show the last records of jobs that have ended.
 SETTLE_TIMEOUT_S = 20.0
 

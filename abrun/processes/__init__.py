@@ -370,6 +370,11 @@ def kill_all(
     return remaining
 
 
+def kill_run(run_dir: Path, pid: int) -> None:
+    """Kill all processes of a run, and the descendants of a process, whatever their environment."""
+    kill_all(lambda: find_descendants(pid) | find_run_processes(run_dir))
+
+
 def _list_living() -> dict[psutil.Process, list[int]]:
     """Return the living processes of this host, each with its lineage: its own pid, then its ancestors' pids.
 

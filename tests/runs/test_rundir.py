@@ -12,7 +12,7 @@ import pytest
 
 from abrun.errors import StoreError
 from abrun.messages.codes import Code, Reason
-from abrun.runs import owner, writer
+from abrun.runs import files, owner
 from abrun.runs.experiment import open_experiment, planned_runs, read_run_state, run_dir
 from abrun.runs.files import read_json, write_json
 from abrun.runs.launches import begin_launch, end_launch, update_launch, write_config
@@ -195,14 +195,14 @@ def test_of_two_attempts_that_begin_at_once_one_goes_on(
     """Both look before either has begun: each gets a number of its own, and the higher one the run."""
     run = RunDir(make_run(tmp_path))
     begun: list[RunWriter] = []
-    make_folder = writer.make_folder
+    make_folder = files.make_folder
 
     def late(path: Path) -> None:  # the other one begins where this one has looked and not yet begun
-        monkeypatch.setattr(writer, "make_folder", make_folder)
+        monkeypatch.setattr(files, "make_folder", make_folder)
         begun.append(begin_attempt(run))
         make_folder(path)
 
-    monkeypatch.setattr(writer, "make_folder", late)
+    monkeypatch.setattr(files, "make_folder", late)
     newer = begin_attempt(run)
     (older,) = begun
     assert (older.attempt, newer.attempt) == (1, 2)
