@@ -32,7 +32,7 @@ from abrun.recipe.policy import RecipePolicy
 from abrun.recipe.reading import dotted, nested, read_launched_recipe, refuse_secrets
 from abrun.recipe.refusals import describe_unknown_key, shortened, validated
 from abrun.recipe.run import ClusterConfig, OwnRunConfig, can_change_numbers, recorded_source
-from abrun.recipe.section import FieldError, RuleError, Section, rule
+from abrun.recipe.section import FieldError, RuleError, Section, matching, rule
 from abrun.runs.files import is_directory
 from abrun.runs.layout import NAME_PATTERN
 from abrun.runs.migrations import REMOVED, drop_removed, migrate
@@ -66,7 +66,7 @@ AUTO_SETTINGS = {
 class ExperimentDeclaration(Section):
     """Declaration of an experiment around a base run: arms as dotted differences, seeds, the comparison."""
 
-    name: str
+    name: Annotated[str, matching(NAME_PATTERN, "letters, digits, '.', '_' and '-', at most 100")]
     # arm -> its differences as dotted keys; one arm is named baseline, unless compare.reference replaces it
     arms: dict[str, dict[str, Any]]
     seeds: list[Annotated[int, Field(ge=0, lt=2**31)]] = Field(min_length=1, max_length=MAX_SEEDS)
@@ -100,15 +100,6 @@ class ExperimentDeclaration(Section):
                 f"seeds: got one seed with {bounds[0]} (compare.claims), which needs the spread over seeds; "
                 "use two or more, or compare.claims: [] for the step-one check alone"
             )
-
-    @field_validator("name")
-    @classmethod
-    def _check_name(cls, name: str) -> str:
-        if not re.fullmatch(NAME_PATTERN, name):
-            raise FieldError(
-                f"got {shortened(name)}; allowed: letters, digits, '.', '_' and '-', at most 100"
-            )
-        return name
 
     @field_validator("seeds", mode="before")
     @classmethod

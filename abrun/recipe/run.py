@@ -1,7 +1,6 @@
 """Resolved configuration of one training run."""
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Annotated, Literal
@@ -12,7 +11,17 @@ from abrun.messages.codes import Code, Reason
 from abrun.recipe.algorithms import Dpo, Grpo, PolicyGradientSettings, Ppo, Sft
 from abrun.recipe.faults import ACCEPT_FAULT_NAME_OR_NONE, LIBRARY, InjectedFault, unmet_need
 from abrun.recipe.policy import NO_FILTERS, Filters, Model, Policy, Rollout, check_vllm_temperature
-from abrun.recipe.section import Count, Env, FieldError, PathText, Positive, RuleError, Section, rule
+from abrun.recipe.section import (
+    Count,
+    Env,
+    FieldError,
+    PathText,
+    Positive,
+    RuleError,
+    Section,
+    matching,
+    rule,
+)
 from abrun.recipe.tasks import CompletionsTask, PreferencesTask, TaskConfig, Validation
 from abrun.runs.redaction import REFERENCE, shortened, yaml_text
 
@@ -88,18 +97,15 @@ class ClusterConfig(Section):
         return self.nodes * self.ranks_per_node
 
 
+WANDB_PATTERN = r"[^/\\#?%:\s]([^/\\#?%:\t\n\r]{0,126}[^/\\#?%:\s])?"
+WandbName = Annotated[str, matching(WANDB_PATTERN, "1 to 128 characters without / \\ # ? % :")]
+
+
 class Wandb(Section):
     """Upload of metrics to wandb. WANDB_ variables apply as usual."""
 
-    project: str = "abrun"
-    entity: str | None = None
-
-    @field_validator("project", "entity")
-    @classmethod
-    def _check_wandb_name(cls, name: str | None) -> str | None:
-        if name is not None and not re.fullmatch(r"[^/\\#?%:\s]([^/\\#?%:\t\n\r]{0,126}[^/\\#?%:\s])?", name):
-            raise FieldError(f"got {shortened(name)}; allowed: 1 to 128 characters without / \\ # ? % :")
-        return name
+    project: WandbName = "abrun"
+    entity: WandbName | None = None
 
 
 class Limits(Section):
