@@ -74,10 +74,8 @@ def main() -> int:
         previous_attempt = run.last_attempt
         try:
             with _scratch(_local_ranks(options)) as (scratch, status_lines):
-                notes = _NodeNotes(
-                    run, previous_attempt, options.node, options.nodes, limit_s=options.stalled_s
-                )
-                status, reason = _run_and_watch(options, requests, scratch, status_lines, notes)
+                watch = _Watchdog(requests, options, scratch, status_lines, _NodeNotes(run, options))
+                status, reason = _run_and_watch(options, scratch, watch)
         except LaunchError as error:
             status, reason = FAILED, error.reason
         _record_ending(run, options.node, previous_attempt, status, reason, requests.first_signal)
@@ -105,15 +103,10 @@ def _local_ranks(options: argparse.Namespace) -> range:
 
 
 def _run_and_watch(
-    options: argparse.Namespace,
-    requests: StopRequests,
-    scratch: Path,
-    status_lines: Mapping[int, int],
-    notes: "_NodeNotes",
+    options: argparse.Namespace, scratch: Path, watch: "_Watchdog"
 ) -> tuple[int, Reason | None]:
     """Run the ranks under a watchdog; return their exit status and the reason of a failure."""
     os.environ[progress.FOLDER_VARIABLE] = str(scratch)
-    watch = _Watchdog(requests, options, scratch, status_lines, notes)
     try:
         status, reason = _run_ranks(options, scratch, watch.start)
     finally:
@@ -251,12 +244,10 @@ def _record_ending(
 class _NodeNotes:
     """Notes of each node about its ranks, in the run directory: for run status and for the other nodes."""
 
-    def __init__(
-        self, run: RunDir, previous_attempt: int, node: int, num_nodes: int, *, limit_s: float
-    ) -> None:
-        self._run, self._previous_attempt = run, previous_attempt
-        self._node, self._num_nodes = node, num_nodes
-        self._limit_s = None if math.isinf(limit_s) else limit_s
+    def __init__(self, run: RunDir, options: argparse.Namespace) -> None:
+        self._run, self._previous_attempt = run, run.last_attempt
+        self._node, self._num_nodes = options.node, options.nodes
+        self._limit_s = None if math.isinf(options.stalled_s) else options.stalled_s
         self._attempt = 0
         self._written_s = -math.inf
         self._activity = ""
@@ -336,12 +327,9 @@ class _Watchdog(threading.Thread):
         super().__init__(daemon=True)
         self.done = threading.Event()
         self.ended_because: Reason | None = None
-        self._requests = requests
-        self._limits = options
+        self._requests, self._limits, self._notes = requests, options, notes
         self._scratch, self._lines = scratch, lines
-        self._notes = notes
-        self._began_s = time.monotonic()
-        self._awake = PauseDetector()
+        self._began_s, self._awake = time.monotonic(), PauseDetector()
         self._signalled_pids = set[int]()
         self._kill_at_s = math.inf
 
@@ -351,19 +339,16 @@ class _Watchdog(threading.Thread):
             if not self.ended_because and now - self._began_s > self._limits.run_s:
                 self.ended_because = Code.TIME_LIMIT_REACHED(limit_s=self._limits.run_s)
             if self.ended_because or self._requests.first_signal is not None:
-                self._ask_to_stop(now)
+                self._kill_at_s = min(self._kill_at_s, now + self._limits.grace_s)
+                # Once to every rank, including later ones, so that they save a checkpoint
+                for pid in find_children(os.getpid()) - self._signalled_pids:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGTERM)
+                    self._signalled_pids.add(pid)
             hanging = self._check_for_hang(now, signs)
             self.ended_because = hanging or self.ended_because
             if hanging or now > self._kill_at_s or self._requests.is_forced:
                 kill_all(lambda: find_descendants(os.getpid()))
-
-    def _ask_to_stop(self, now: float) -> None:
-        """Send SIGTERM once to every rank, including later ones, so that they save a checkpoint."""
-        self._kill_at_s = min(self._kill_at_s, now + self._limits.grace_s)
-        for pid in find_children(os.getpid()) - self._signalled_pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM)
-            self._signalled_pids.add(pid)
 
     def _check_for_hang(self, now: float, signs: Mapping[int, progress.RankStatus]) -> Reason | None:
         """Return the reason to end the run if all ranks have been silent for too long, else None.
@@ -390,15 +375,11 @@ class _Watchdog(threading.Thread):
         other_nodes = self._notes.other_nodes()
         if any(note.silent_s <= limit_s for note in other_nodes):
             return None
-        silent_ranks: list[tuple[SilentRank, str | None]] = [
-            (rank, None) for rank in self._locate_ranks(signs)
-        ]
-        silent_ranks += [(rank, note.host) for note in other_nodes for rank in note.ranks]
-        silent_ranks.sort(key=lambda rank_and_host: rank_and_host[0].waits)
-        silence = silent_ranks_reason(
-            silent_s, silent_ranks, 0 if all_begun else self._limits.ranks - len(signs)
-        )
-        return Code.STALL_LIMIT_REACHED(silence=silence)
+        ranks: list[tuple[SilentRank, str | None]] = [(rank, None) for rank in self._locate_ranks(signs)]
+        ranks += [(rank, note.host) for note in other_nodes for rank in note.ranks]
+        ranks.sort(key=lambda rank_and_host: rank_and_host[0].waits)
+        num_unstarted = self._limits.ranks - len(signs)
+        return Code.STALL_LIMIT_REACHED(silence=silent_ranks_reason(silent_s, ranks, num_unstarted))
 
     def _locate_ranks(self, signs: Mapping[int, progress.RankStatus]) -> list[SilentRank]:
         """Return what each rank is doing, ranks that do not wait for others first."""

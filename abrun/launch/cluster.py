@@ -15,7 +15,7 @@ from abrun.messages.numbers import count_text
 from abrun.recipe.implementations import find_scheduler, scheduler_names
 from abrun.recipe.launcher import LauncherSettings
 from abrun.runs.experiment import open_experiment
-from abrun.runs.files import read_tail
+from abrun.runs.files import read_tail, write_json
 from abrun.runs.lock import find_owner
 from abrun.runs.state import RunState
 
@@ -37,6 +37,7 @@ class ClusterJobs(ABC):
 
     query_interval_s: ClassVar[float]
     folder: ClassVar[str]  # folder in an experiment; no arm can have this name
+    record_name: ClassVar[str]  # of the file in it that records the jobs
     cleared_fields: ClassVar[Mapping[str, Any]]  # record fields that `clear_jobs` writes
 
     def __init__(self, experiment_dir: Path, settings: Any = None, num_jobs: int | None = None) -> None:
@@ -67,9 +68,9 @@ class ClusterJobs(ABC):
     def read(experiment_dir: Path) -> dict[str, Any]:
         """Return the record of an experiment, or an empty one."""
 
-    @staticmethod
-    @abstractmethod
-    def write(experiment_dir: Path, content: Mapping[str, Any]) -> None: ...
+    def write(self, content: Mapping[str, Any]) -> None:
+        """Replace the record of the experiment."""
+        write_json(self._experiment_dir / self.folder / self.record_name, content)
 
     @property
     @abstractmethod
@@ -105,13 +106,13 @@ class ClusterJobs(ABC):
     def cancel(self) -> None:
         """End the jobs and record that they were cancelled."""
         self._record = {**self.read(self._experiment_dir), "cancelled": True}
-        self.write(self._experiment_dir, self._record)
+        self.write(self._record)
         self.stop_jobs()
         self._queried_s = None
 
     def clear_jobs(self) -> None:
         """Clear ended jobs from the record, so that new ones can be submitted."""
-        self.write(self._experiment_dir, {**self._record, **self.cleared_fields})
+        self.write({**self._record, **self.cleared_fields})
 
     def read_compare_log(self) -> str | None:
         """Return the output of the compare job, or None if there is no such job."""

@@ -23,20 +23,16 @@ class StartedRun(Protocol):
     @property
     def pid(self) -> int | None:
         """Pid of the run's first process, if it is on this host."""
-        ...
 
     @property
     def is_lost(self) -> bool:
         """True if the run ended because a machine was lost, and may restart on another."""
-        ...
 
     def poll(self) -> int | None:
         """Return the exit status, negative for a signal, or None while the run is active."""
-        ...
 
     def stop(self, *, kill: bool) -> None:
         """Ask the run to save a checkpoint and end, or kill all its processes."""
-        ...
 
 
 class Engine(Protocol):
@@ -44,7 +40,6 @@ class Engine(Protocol):
 
     def find_problems(self, plan: ExperimentPlan) -> list[str]:
         """Return the reasons why the plan cannot run here."""
-        ...
 
     def prepare_for(
         self, runs: Sequence[tuple[RunDir, RunConfig]], say: Callable[[str], object]
@@ -53,15 +48,12 @@ class Engine(Protocol):
 
         `say` is called with notes for the user.
         """
-        ...
 
     def find_devices(self, run: RunDir, config: RunConfig) -> Devices | None:
         """Return the devices on which a run could start now, or None if it must wait."""
-        ...
 
     def start(self, run: RunDir, config: RunConfig, devices: Devices) -> StartedRun:
         """Start a run, with output to its log. It holds its devices until `poll` returns its exit status."""
-        ...
 
 
 def make_engine(launcher: str, num_jobs: int | None) -> Engine:

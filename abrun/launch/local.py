@@ -124,13 +124,9 @@ class LocalEngine:
                 hosts.take_back(run, finished=False)
             raise
         self._slots.take(devices)
-        on_end = (
-            (lambda finished: hosts.take_back(run, finished=finished)) if hosts else lambda finished: None
-        )
-        return LocalRun(run, process, devices, self._slots, on_end)
+        return LocalRun(run, process, devices, self._slots, hosts)
 
     def _start_process(self, run: RunDir, command: list[str], env: Mapping[str, str]) -> processes.Popen:
-        """Start a run's first process."""
         with open_log(run.log) as output:
             return processes.start_process(
                 command,
@@ -167,7 +163,7 @@ class LocalRun:
     process: processes.Popen
     devices: Devices
     slots: Slots
-    on_end: Callable[[bool], None] = lambda finished: None  # called once, with whether the run has finished
+    hosts: EngineHosts | None = None  # that may have been lent to it
     is_lost: bool = False  # always: losing this machine would end the launcher too
     ended: bool = False
 
@@ -181,7 +177,8 @@ class LocalRun:
             self.ended = True
             # A first process that was killed could not end the others.
             processes.kill_all(lambda: processes.find_run_processes(self.run.path))
-            self.on_end(status == 0)
+            if self.hosts:
+                self.hosts.take_back(self.run, finished=status == 0)
             self.slots.release(self.devices)
         return status
 

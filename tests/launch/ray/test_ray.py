@@ -1,5 +1,6 @@
 """Ray without one: what is submitted, refused, cancelled, submitted again, with a fake of its client."""
 
+import contextlib
 import functools
 import importlib.util
 import json
@@ -46,19 +47,21 @@ class FakeRay:
         self._answer()
         return URL
 
-    def submit_job(self, url: str, job: str, entrypoint: str, runtime_env: Any) -> None:
+    def ray_client(self, url: str) -> Any:
         self._answer()
-        if job in self.jobs or self.refuses:
-            raise LaunchError(f"ray: {url}: a job {job} is there already")
-        self.submitted.append((job, entrypoint, runtime_env))
-        self.jobs[job] = RayJob(status="RUNNING", message="Job is currently running.")
+        return contextlib.nullcontext(self)
+
+    def submit_job(self, *, submission_id: str, entrypoint: str, runtime_env: Any) -> None:
+        if submission_id in self.jobs or self.refuses:
+            raise LaunchError(f"ray: {URL}: a job {submission_id} is there already")
+        self.submitted.append((submission_id, entrypoint, runtime_env))
+        self.jobs[submission_id] = RayJob(status="RUNNING", message="Job is currently running.")
 
     def get_job(self, url: str, job: str) -> RayJob | None:
         self._answer()
         return self.jobs.get(job)
 
-    def stop_job(self, url: str, job: str) -> None:
-        self._answer()
+    def stop_job(self, job: str) -> None:
         self.jobs[job] = RayJob(status="STOPPED", message="Job was intentionally stopped.")
 
     def _answer(self) -> None:
@@ -69,7 +72,7 @@ class FakeRay:
 @pytest.fixture
 def ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     fake = FakeRay()
-    for name in ("find_dashboard_url", "submit_job", "get_job", "stop_job"):
+    for name in ("find_dashboard_url", "ray_client", "get_job"):
         monkeypatch.setattr(ray_launcher, name, getattr(fake, name))
     monkeypatch.setattr(ray_launcher.RayCluster, "query_interval_s", -1)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
