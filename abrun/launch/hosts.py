@@ -114,8 +114,7 @@ class EngineHosts:
         self._end_idle(is_useless)
         if settings is None or self._num_runs[settings] == 1:
             return {}
-        fitting = (idle for idle in self._idle if (idle.settings, idle.environment) == served)
-        hosts = next(fitting, None)
+        hosts = next((idle for idle in self._idle if (idle.settings, idle.environment) == served), None)
         if hosts:
             self._idle.remove(hosts)
         else:
@@ -142,8 +141,7 @@ class EngineHosts:
         self._lent.clear()
 
     def _end_idle(self, is_useless: Callable[[HostSet], bool]) -> None:
-        useless = [hosts for hosts in self._idle if is_useless(hosts)]
-        for hosts in useless:
+        for hosts in [hosts for hosts in self._idle if is_useless(hosts)]:
             hosts.end()
             self._idle.remove(hosts)
 

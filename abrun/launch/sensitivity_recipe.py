@@ -38,22 +38,14 @@ def make_sensitivity_recipe(
         faults = [InjectedFault(name=name) for name in needs_by_fault if name not in not_injected]
     if not faults:
         raise RecipeError(f"{recipe.name}: no fault can be injected into it; see: abrun faults")
-    controls = validated(
-        Controls,
-        {
-            "aa_reruns": recipe.controls.aa_reruns,
-            "faults": [fault.model_dump() for fault in faults],
-        },
-        "--faults",
-    )
-    compare = recipe.compare.model_copy(update={"interim": []})
-    content = {
-        **recipe.model_dump(mode="json"),
+    controls = {"aa_reruns": recipe.controls.aa_reruns, "faults": [fault.model_dump() for fault in faults]}
+    content = recipe.model_dump(mode="json")
+    content |= {
         "name": f"{recipe.name[:88]}-sensitivity",
         "arms": {recipe.baseline: recipe.arms[recipe.baseline]},
-        "controls": controls.model_dump(mode="json"),
-        "compare": compare.model_dump(mode="json"),
+        "controls": validated(Controls, controls, "--faults").model_dump(mode="json"),
     }
+    content["compare"]["interim"] = []
     return parse_stored_recipe(content, recipe.name), not_injected
 
 

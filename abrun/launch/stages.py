@@ -51,9 +51,9 @@ def add_interim_analyses(recipe: Recipe | CommandRecipe, max_seeds: int | None) 
         return recipe
     max_count = DEFAULT_MAX_SEEDS if max_seeds is None else max_seeds
     num_seeds = len(recipe.seeds)
-    first_pairs = (
-        num_seeds if num_seeds >= min_first_pairs(recipe.compare) else min(DEFAULT_FIRST_PAIRS, max_count - 1)
-    )
+    first_pairs = min(DEFAULT_FIRST_PAIRS, max_count - 1)
+    if num_seeds >= min_first_pairs(recipe.compare):
+        first_pairs = num_seeds
     if not 2 <= first_pairs < max_count:
         raise RecipeError(
             f"--max-seeds: got {max_count} with {num_seeds} seeds in the recipe; allowed: more than the "
@@ -61,17 +61,10 @@ def add_interim_analyses(recipe: Recipe | CommandRecipe, max_seeds: int | None) 
         )
     num_new = min(max_count, MAX_SEEDS + 1) - num_seeds  # a recipe refuses more
     unused = (seed for seed in itertools.count() if seed not in recipe.seeds)
-    return parse_stored_recipe(
-        {
-            **recipe.model_dump(mode="json"),
-            "seeds": [*recipe.seeds, *itertools.islice(unused, num_new)],
-            "compare": {
-                **recipe.compare.model_dump(mode="json"),
-                "interim": interim_counts(first_pairs, max_count),
-            },
-        },
-        f"{name} with --max-seeds {max_count}",
-    )
+    content = recipe.model_dump(mode="json")
+    content["seeds"] += itertools.islice(unused, num_new)
+    content["compare"]["interim"] = interim_counts(first_pairs, max_count)
+    return parse_stored_recipe(content, f"{name} with --max-seeds {max_count}")
 
 
 def refuse_other_interim(recipe: ExperimentDeclaration, experiment_dir: Path) -> None:
@@ -81,11 +74,9 @@ def refuse_other_interim(recipe: ExperimentDeclaration, experiment_dir: Path) ->
     # The stored recipe is that of the last --resume; the hash is that of the first launch.
     launched_hash = launched_compare_hash(content.get("compare_sha256", ""), recipe.compare)
     if launched_interim != recipe.compare.interim and launched_hash != compare_hash(recipe.compare):
-        description = (
-            f"with interim analyses at {launched_interim} pairs"
-            if launched_interim
-            else "without interim analyses"
-        )
+        description = "without interim analyses"
+        if launched_interim:
+            description = f"with interim analyses at {launched_interim} pairs"
         raise LaunchError(
             f"{experiment_dir}: --until-decided: got interim analyses at {recipe.compare.interim} pairs, but "
             f"it was launched {description}, on which its error rate depends; resume it as it was launched, "

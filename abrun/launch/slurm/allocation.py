@@ -127,9 +127,8 @@ class Step(LocalRun):
         if not kill:  # signals the step, since srun itself would kill it at once
             with contextlib.suppress(LaunchError):
                 steps = run_slurm("squeue", "-h", "-s", f"--jobs={job}", "-o", "%i|%j").splitlines()
-                step_ids = [
-                    step.partition("|")[0] for step in steps if step.endswith(f"|{_step_name(self.run)}")
-                ]
+                names = dict(step.partition("|")[::2] for step in steps)
+                step_ids = [step for step, name in names.items() if name == _step_name(self.run)]
                 for step in step_ids:
                     run_slurm("scancel", "--signal=TERM", f"{job}.{step.rpartition('.')[2]}")
         if not step_ids:  # the step still waits for its nodes
@@ -167,10 +166,9 @@ def main() -> int:
         try:
             warm_starts_only = all(job.is_warm_start for job in queue.jobs)
             configs = [job.config for job in queue.jobs if job.is_warm_start == warm_starts_only]
-            unfinished = [job for job in queue.jobs if not job.is_done]
-            engine = StepEngine(settings, len(unfinished), configs)
-            arguments = queue, engine, lease, save_grace_s(settings), record.get("git")
-            Supervisor(*arguments, say=print_line).run()
+            engine = StepEngine(settings, sum(not job.is_done for job in queue.jobs), configs)
+            grace_s, git = save_grace_s(settings), record.get("git")
+            Supervisor(queue, engine, lease, grace_s, git, say=print_line).run()
         finally:
             lease.close()
     except AbrunError as error:
