@@ -91,11 +91,8 @@ class _Run:
         self, run_dir: RunDir, config: CommandRunConfig, record: RunRecord, writer: RunWriter
     ) -> None:
         self._call, self._env = _fill_command(run_dir, config, record, writer.attempt)
-        self._run_dir = run_dir
-        self._config = config
-        self._writer = writer
-        self._log_start = 0
-        self._oom_kills = processes.count_oom_kills()
+        self._run_dir, self._config, self._writer = run_dir, config, writer
+        self._log_start, self._oom_kills = 0, processes.count_oom_kills()
         self._follower = MetricsFollower(
             config.trainer.metrics, Path(self._call.metrics_path), config.trainer.aliases, run_dir
         )
@@ -165,7 +162,8 @@ class _Run:
             return
         self._ask_slurm_s = now + ASK_SLURM_S
         jobs = re.findall(SUBMITTED, self._run_dir.read_log(self._log_start), re.MULTILINE)
-        if jobs and _is_queued(jobs[-1]):
+        query = ("squeue", "--noheader", f"--jobs={jobs[-1]}", "--format=%T") if jobs else ()
+        if query and {*_ask(*query).split()} == {"PENDING"}:
             self._started_s = self._last_step_s = now
             text = f"Slurm job {jobs[-1]} is queued"
             step, patience_s = self._follower.last_step, self._stall_limit_s
@@ -239,7 +237,7 @@ class _Run:
             printed = self._run_dir.read_log(self._log_start)
             ending = processes.ending_reason(status, printed, self._oom_kills)
             return Code.SEE_LOG(ending=ending, log=self._run_dir.log)
-        if not self._follower.has_metrics:
+        if not self._follower.rows:
             metrics = self._config.trainer.metrics
             why = self._follower.problem or "; ".join(self._follower.notes) or "it holds no numbers"
             remedy = f"correct format or path, or read {self._run_dir.log}"
@@ -249,14 +247,13 @@ class _Run:
         return in_words(f"metrics: {problem}") if problem else None
 
 
-def _is_queued(job: str) -> bool:
-    """Return True if Slurm says that a job waits for its nodes."""
-    query = ["squeue", "--noheader", f"--jobs={job}", "--format=%T"]
+def _ask(*argv: str, env: Mapping[str, str] = os.environ, timeout_s: float = 60.0) -> str:
+    """Return what a program prints; nothing if it is missing, fails or does not answer in time."""
     try:
-        output = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return False
-    return {*output.split()} == {"PENDING"}
+        process = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=timeout_s, check=True)
+    except (OSError, subprocess.SubprocessError, ValueError):  # ValueError: it prints no text
+        return ""
+    return process.stdout
 
 
 def _fill_command(
@@ -391,34 +388,20 @@ def describe_environment(
 def query_interpreter(python: str | None, packages: Sequence[str], env: Mapping[str, str]) -> dict[str, Any]:
     """Return what the command's own interpreter reports about itself, or {} if there is none to ask."""
     program = python and shutil.which(python, path=env.get("PATH"))
-    if not program:
-        return {}
-    try:
-        output = subprocess.run(
-            [program, "-c", VERSION_SCRIPT, *packages],
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=True,
-        ).stdout
-        answer = json.loads(output.splitlines()[-1])
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
-        return {}
-    return answer if isinstance(answer, dict) else {}
+    printed = _ask(program, "-c", VERSION_SCRIPT, *packages, env=env, timeout_s=120.0) if program else ""
+    with contextlib.suppress(ValueError, IndexError):
+        answer = json.loads(printed.splitlines()[-1])
+        return answer if isinstance(answer, dict) else {}
+    return {}
 
 
 def _list_gpus(env: Mapping[str, str]) -> list[str]:
     """Return the names of the GPUs that the command may use."""
     visible = env.get("CUDA_VISIBLE_DEVICES")
-    if visible == "":
-        return []
-    query = ["nvidia-smi", *(["-i", visible] if visible else []), "--query-gpu=name", "--format=csv,noheader"]
-    try:
-        output = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return [line.strip() for line in output.splitlines() if line.strip()]
+    chosen = ("-i", visible) if visible else ()
+    query = ("nvidia-smi", *chosen, "--query-gpu=name", "--format=csv,noheader")
+    printed = "" if visible == "" else _ask(*query)
+    return [line.strip() for line in printed.splitlines() if line.strip()]
 
 
 Row = dict[str, float]
@@ -439,9 +422,7 @@ class MetricsFollower:
     """
 
     def __init__(self, log: MetricsLog, path: Path, aliases: str | Mapping[str, str], run: RunDir) -> None:
-        self._log = log
-        self._path = path
-        self._run = run
+        self._log, self._path, self._run = log, path, run
         self._declared_aliases: Mapping[str, str] = {} if isinstance(aliases, str) else aliases
         self._aliases = FRAMEWORKS[aliases] if isinstance(aliases, str) else aliases
         self._written: dict[int, Row] = {}
@@ -464,11 +445,6 @@ class MetricsFollower:
     def rows(self) -> Mapping[int, Row]:
         """Rows of the run directory by step, written by this attempt or earlier ones."""
         return self._written
-
-    @property
-    def has_metrics(self) -> bool:
-        """Return True if any metrics have been read."""
-        return bool(self._written)
 
     @property
     def last_step(self) -> int:
@@ -542,9 +518,11 @@ class MetricsFollower:
     def _read(self) -> dict[int, Row]:
         log = read_log(self._path, self._log.format, step_column=self._log.step_column)
         self.notes = tuple(log.notes)
+        columns = {column: column for column in log.dropped if column not in self._aliases.values()}
+        columns |= {ours: theirs for ours, theirs in self._aliases.items() if theirs in log.dropped}
         self.text_values = {
             name: TextValues(at=log.unread[theirs], steps=log.dropped[theirs])
-            for name, theirs in _map_names(log.dropped, self._aliases).items()
+            for name, theirs in columns.items()
             if theirs in log.unread and name not in NON_METRIC_KEYS
         }
         self._logged = sorted(log.metrics)
@@ -558,13 +536,6 @@ class MetricsFollower:
         return rows
 
 
-def _map_names(columns: Iterable[str], aliases: Mapping[str, str]) -> dict[str, str]:
-    """Map each column's name in the run directory to the column."""
-    return {column: column for column in columns if column not in aliases.values()} | {
-        ours: theirs for ours, theirs in aliases.items() if theirs in columns
-    }
-
-
 def _is_written(row: Row, written: Row) -> bool:
     """Return True if all values of a row are already written. NaN equals NaN."""
     return all(
@@ -576,12 +547,9 @@ def _is_written(row: Row, written: Row) -> bool:
 def _fingerprint_files(path: Path) -> object:
     """Return a value that changes whenever a file of the log changes."""
     files_below = (Path(folder, name) for folder, _, names in os.walk(path) for name in names)
-    files = [path] if is_file(path) else sorted(files_below)
     states = []
-    for file in files:
-        try:
+    for file in [path] if is_file(path) else sorted(files_below):
+        with contextlib.suppress(OSError):  # just removed
             state = file.stat()
-        except OSError:  # just removed
-            continue
-        states.append((file, state.st_size, state.st_mtime_ns))
+            states.append((file, state.st_size, state.st_mtime_ns))
     return states

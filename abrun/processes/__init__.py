@@ -330,7 +330,7 @@ def find_run_processes(run_dir: Path) -> set[psutil.Process]:
     ancestors.
     """
     living = _list_living()
-    roots = _with_variable(living, RUN_DIR_VARIABLE, os.path.realpath(run_dir))
+    roots = find_processes_with(RUN_DIR_VARIABLE, os.path.realpath(run_dir), living)
     root_pids = {process.pid for process in roots}
     own_lineage = next((lineage for process, lineage in living.items() if process.pid == os.getpid()), [])
     return {
@@ -340,14 +340,12 @@ def find_run_processes(run_dir: Path) -> set[psutil.Process]:
     }
 
 
-def find_processes_with(variable: str, value: str) -> set[psutil.Process]:
-    """Return all living processes that were started with this environment variable."""
-    return _with_variable(_list_living(), variable, value)
-
-
-def _with_variable(processes: Iterable[psutil.Process], variable: str, value: str) -> set[psutil.Process]:
+def find_processes_with(
+    variable: str, value: str, among: Iterable[psutil.Process] | None = None
+) -> set[psutil.Process]:
+    """Return the processes, by default of all living ones, that have this variable in their environment."""
     started = set[psutil.Process]()
-    for process in processes:
+    for process in _list_living() if among is None else among:
         with contextlib.suppress(psutil.Error, OSError):
             if process.environ().get(variable) == value:
                 started.add(process)

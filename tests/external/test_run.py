@@ -60,7 +60,9 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is 
 def others_live_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run in this process ends all processes below it: not those that were there before."""
     others = find_descendants(os.getpid())
-    monkeypatch.setattr(external_run, "find_descendants", lambda pid: find_descendants(pid) - others)
+    monkeypatch.setattr(
+        external_run.processes, "find_descendants", lambda pid: find_descendants(pid) - others
+    )
 
 
 def on_other_node(directory: Path, monkeypatch: pytest.MonkeyPatch, node: int = 1) -> int:
