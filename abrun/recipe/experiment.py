@@ -147,10 +147,8 @@ class ExperimentDeclaration(Section):
                 f"{AUTO_SETTINGS[key].instead} (to see which fit: abrun launch RECIPE --dry-run "
                 "--device-memory 80GiB)"
             )
-        base, change = (
-            self.model_dump(exclude=set(ExperimentDeclaration.model_fields)),
-            nested(self.arms[arm]),
-        )
+        base = self.model_dump(exclude=set(ExperimentDeclaration.model_fields))
+        change = nested(self.arms[arm])
         model = RUN_CONFIGS[_trainer_type(change, source) or base["trainer"]["type"]]
         if not isinstance(self, model):  # the arm has another trainer: drop keys of the base's trainer
             base = {key: value for key, value in base.items() if key in model.model_fields}
@@ -185,19 +183,14 @@ class ExperimentDeclaration(Section):
             baseline = validated(OwnRunConfig, merge(baseline.model_dump(), change), self.name)
         field = "ulp_reruns" if injected.name == ONE_ULP else "faults"
         source = f"{self.name}: controls.{field}"
+        got = f"{source}: got {injected.name!r}"
         if not isinstance(baseline, OwnRunConfig):
-            raise RecipeError(
-                f"{source}: got {injected.name!r} with a foreign trainer, but faults can only be injected "
-                "into abrun's own; drop it"
-            )
+            why = "with a foreign trainer, but faults can only be injected into abrun's own"
+            raise RecipeError(f"{got} {why}; drop it")
         if baseline.injected_fault is not None:
-            raise RecipeError(
-                f"{source}: got {injected.name!r}, but the baseline already has an injected fault; drop one "
-                "of them"
-            )
-        lacks = unmet_need(LIBRARY[injected.name], baseline)
-        if lacks:
-            raise RecipeError(f"{source}: got {injected.name!r}, which {lacks}, or drop the fault")
+            raise RecipeError(f"{got}, but the baseline already has an injected fault; drop one of them")
+        if lacks := unmet_need(LIBRARY[injected.name], baseline):
+            raise RecipeError(f"{got}, which {lacks}, or drop the fault")
         content = {**baseline.model_dump(), "injected_fault": injected.model_dump()}
         return validated(OwnRunConfig, content, source)
 
@@ -247,21 +240,18 @@ def load_recipe(
     `is_launched` may have keys of an earlier version. Raises RecipeError, one line: field, value received,
     what is allowed, what to do.
     """
+    is_folder, overrides = is_directory(path), list(overrides)
     try:
-        tree = (
-            read_launched_recipe(path)
-            if is_directory(path)
-            else _find_reference(read_with_defaults(path), path.parent)
-        )
+        tree = read_launched_recipe(path) if is_folder else read_with_defaults(path)
+        tree = tree if is_folder else _find_reference(tree, path.parent)
         raw = _convert_arms(tree, lambda change: nested(dotted(change)))
-        overrides = list(overrides)
         for override in overrides:
             raw = apply_override(raw, override)
         raw = drop_foreign_nulls(_convert_arms(raw, dotted))
         raw = drop_removed(migrate(raw)) if is_launched else raw
         refuse_shadowed(raw, overrides)
         refuse_secrets(raw, str(path))
-        raw = raw if is_directory(path) else _with_recipe_dir(raw, str(path.parent.resolve()))
+        raw = raw if is_folder else _with_recipe_dir(raw, str(path.parent.resolve()))
     except RecursionError:
         raise RecipeError(f"{path}: nested too deeply; a recipe needs only a few levels") from None
     recipe = _parse_recipe(raw, str(path))

@@ -175,12 +175,10 @@ class _RecipeFiles:
             raise RecipeError(f"{path}: got {shortened(raw)}; allowed: a mapping of keys to values")
         parents = raw.pop("defaults", [])
         parents = [parents] if isinstance(parents, str) else parents
-        if not isinstance(parents, list) or not all(
-            isinstance(parent, str) and parent.isprintable() and len(parent) < 1000 for parent in parents
-        ):
-            raise RecipeError(
-                f"{path}: defaults: got {shortened(parents)}; allowed: a path or a list of paths"
-            )
+        paths = parents if isinstance(parents, list) else [None]
+        if not all(isinstance(text, str) and text.isprintable() and len(text) < 1000 for text in paths):
+            got = shortened(parents)
+            raise RecipeError(f"{path}: defaults: got {got}; allowed: a path or a list of paths")
         if len(parents) > MAX_PARENTS:
             raise RecipeError(f"{path}: defaults: got {len(parents)} paths; allowed: at most {MAX_PARENTS}")
         merged: dict[str, Any] = {}

@@ -148,9 +148,9 @@ def _stall_reason(
 
     lost_nodes = [node for node in nodes if now - node.time_s > NODE_LOST_AFTER_S]
     if lost_nodes:
-        silent_s = now - min(node.time_s for node in lost_nodes)
+        silent_s = round(now - min(node.time_s for node in lost_nodes))
         names = [{"node": node.node, "host": node.host} for node in lost_nodes]
-        return Code.NODES_SILENT(nodes=names, silent_s=round(silent_s))
+        return Code.NODES_SILENT(nodes=names, silent_s=silent_s)
 
     silent_since_s = [node.silent_since_s for node in nodes if node.silent_since_s is not None]
     if len(silent_since_s) < len(nodes):
