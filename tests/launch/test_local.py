@@ -30,7 +30,7 @@ from abrun.messages.records import encode_reasons
 from abrun.processes import find_run_processes
 from abrun.recipe.experiment import load_recipe, parse_stored_run
 from abrun.recipe.implementations import LOCAL_LAUNCHERS
-from abrun.runs import experiment, files, launches, lock
+from abrun.runs import files, launches, lock
 from abrun.runs.experiment import WARM_STARTS, open_experiment, planned_runs, read_run_state
 from abrun.runs.files import fingerprint, read_json
 from abrun.runs.launches import begin_launch, read_endings, write_ending
@@ -456,7 +456,7 @@ def no_space_for(monkeypatch: pytest.MonkeyPatch, refused: Callable[[Path], bool
             raise StoreError(f"{path}: cannot be written: No space left on device")
         write_json(path, content)
 
-    for module in (launches, experiment):
+    for module in (launches, files):
         monkeypatch.setattr(module, "write_json", write)
 
 
