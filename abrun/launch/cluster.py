@@ -38,7 +38,8 @@ class ClusterJobs(ABC):
     query_interval_s: ClassVar[float]
     folder: ClassVar[str]  # folder in an experiment; no arm can have this name
     record_name: ClassVar[str]  # of the file in it that records the jobs
-    cleared_fields: ClassVar[Mapping[str, Any]]  # record fields that `clear_jobs` writes
+    cleared_fields: ClassVar[Mapping[str, Any]]  # of the record, when no job is submitted
+    job_fields: ClassVar[tuple[str, ...]]  # of the record; one has a value once jobs are submitted
 
     def __init__(self, experiment_dir: Path, settings: Any = None, num_jobs: int | None = None) -> None:
         """Take the launcher's `settings` and `num_jobs` (parallel runs), which only a launch has."""
@@ -73,8 +74,8 @@ class ClusterJobs(ABC):
         write_json(self._experiment_dir / self.folder / self.record_name, content)
 
     @property
-    @abstractmethod
-    def is_submitted(self) -> bool: ...
+    def is_submitted(self) -> bool:
+        return any(map(self._record.get, self.job_fields))
 
     @property
     @abstractmethod

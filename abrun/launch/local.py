@@ -13,7 +13,7 @@ from abrun.experiment.command import run_command, run_environment
 from abrun.experiment.plan import ExperimentPlan
 from abrun.experiment.preflight.checks import find_problems
 from abrun.experiment.preflight.machine import Machine, this_machine
-from abrun.launch.engine import Devices
+from abrun.launch.engine import Devices, Engine
 from abrun.launch.hosts import EngineHosts, engine_hosts_for
 from abrun.launch.mps import NO_DAEMON, PIPE_VARIABLE, MpsService, is_served, mps_for, shares_by_mps
 from abrun.recipe.run import RunConfig
@@ -77,7 +77,7 @@ def count_parallel_runs(machine: Machine, num_jobs: int | None, configs: Iterabl
     return count
 
 
-class LocalEngine:
+class LocalEngine(Engine):
     """Starts each run in its own session, on devices with a free place."""
 
     def __init__(self, num_jobs: int | None = None) -> None:

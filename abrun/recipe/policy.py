@@ -269,14 +269,13 @@ class Policy(Section):
     def _check_packing(self) -> None:
         tokens, size, backend = self.micro_batch_tokens, self.micro_batch_size, self.backend
         ranks = backend.context_parallel
+        share = "policy.share_prompts"
         if not self.packing:
-            self.require_default("policy.share_prompts", "without packing", "packing: true")
+            self.require_default(share, "without packing", "packing: true")
         if backend.type != "dtensor":
-            self.require_default("policy.share_prompts", f"with backend {backend.type!r}", "type: dtensor")
+            self.require_default(share, f"with backend {backend.type!r}", "type: dtensor")
         if ranks > 1:
-            self.require_default(
-                "policy.share_prompts", f"with context_parallel {ranks}", "context_parallel: 1"
-            )
+            self.require_default(share, f"with context_parallel {ranks}", "context_parallel: 1")
         if tokens is not None and not self.packing:
             raise RuleError(
                 f"policy.micro_batch_tokens: got {shortened(tokens)} without packing; use packing: true, or "
@@ -450,18 +449,13 @@ class Rollout(_Source):
 
         With `exact_support: null` this depends on the installed vLLM.
         """
-        if not self.filters.drop_tokens or self.exact_support is False:
-            return False
-        if self.engine != "vllm" or self.exact_support is True:
-            return self.engine == "torch" or self.exact_support is True
-        return missing_sampling_masks() is None
+        if not self.filters.drop_tokens or self.exact_support is not None:
+            return bool(self.exact_support) and self.filters.drop_tokens
+        return self.engine == "torch" or (self.engine == "vllm" and missing_sampling_masks() is None)
 
     def support_refusal(self, packages: Mapping[str, str] | None = None) -> str | None:
         """Return why the installed vLLM cannot record the required token sets; None if it can."""
         demanded = self.engine == "vllm" and self.exact_support and self.filters.drop_tokens
-        missing = missing_sampling_masks(packages) if demanded else None
-        return (
-            f"rollout.exact_support: got true {missing}; use engine: torch, or exact_support: false"
-            if missing
-            else None
-        )
+        if missing := missing_sampling_masks(packages) if demanded else None:
+            return f"rollout.exact_support: got true {missing}; use engine: torch, or exact_support: false"
+        return None

@@ -374,16 +374,14 @@ class OwnRunConfig(RunConfig):
     def find_new_problem(self) -> str | None:
         """Return the rule that this run breaks but those of earlier versions may; None if there is none."""
         algorithm = self.algorithm
-        if (
-            isinstance(algorithm, PolicyGradientSettings)
-            and algorithm.kl_coefficient > 0
-            and (algorithm.kl_in, algorithm.kl_estimator) == ("loss", "k1")
-        ):
-            return (
-                "algorithm.kl_estimator: got 'k1' with kl_in 'loss', where its expected gradient is zero; "
-                "use kl_estimator: k2, k3 or k3+, or kl_in: reward"
-            )
-        return None
+        if not isinstance(algorithm, PolicyGradientSettings) or not algorithm.kl_coefficient:
+            return None
+        if (algorithm.kl_in, algorithm.kl_estimator) != ("loss", "k1"):
+            return None
+        return (
+            "algorithm.kl_estimator: got 'k1' with kl_in 'loss', where its expected gradient is zero; use "
+            "kl_estimator: k2, k3 or k3+, or kl_in: reward"
+        )
 
     @property
     def engine_devices(self) -> int:
@@ -486,12 +484,8 @@ def set_microbatch_size(config: OwnRunConfig, num_sequences: int) -> OwnRunConfi
     config = config.model_copy(update={"policy": policy})
     if not isinstance(config.algorithm, Grpo):
         return config
-    ungrouped = {
-        "group_size": 1,
-        "advantage_baseline": "none",
-        "normalize_advantages": False,
-        "normalize_over": "group",
-    }
+    ungrouped = {"group_size": 1, "advantage_baseline": "none"}
+    ungrouped |= {"normalize_advantages": False, "normalize_over": "group"}
     return config.model_copy(update={"algorithm": config.algorithm.model_copy(update=ungrouped)})
 
 

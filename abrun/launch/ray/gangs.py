@@ -11,7 +11,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from abrun.errors import StoreError
 from abrun.experiment.command import NODE_LIST
 from abrun.experiment.plan import ExperimentPlan, group_pairs
 from abrun.launch.cluster import agent_grace_s, network_variables
-from abrun.launch.engine import Devices, StartedRun
+from abrun.launch.engine import Devices, Engine, StartedRun
 from abrun.launch.queue import LaunchJob
 from abrun.launch.ray.agent import NodeAgent
 from abrun.messages import sentence
@@ -82,7 +81,7 @@ class Gang:
     is_broken: bool = False  # a node is lost
 
 
-class GangEngine:
+class GangEngine(Engine):
     """Starts runs on this cluster, pair by pair; calls `report` with the reasons why runs wait, by name."""
 
     def __init__(
@@ -103,14 +102,6 @@ class GangEngine:
         self._last_reported: Mapping[str, str] = {}
         self._capacity_checked_s = 0.0
         self._report_waiting()
-
-    def find_problems(self, plan: ExperimentPlan) -> list[str]:
-        return []  # nodes report their own problems
-
-    def prepare_for(
-        self, runs: Sequence[tuple[RunDir, RunConfig]], say: Callable[[str], object]
-    ) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
 
     def find_devices(self, run: RunDir, config: RunConfig) -> Devices | None:
         """Return () if a run could start now; requests its gang if it has none."""

@@ -208,15 +208,12 @@ class RayCluster(ClusterJobs):
 
     query_interval_s, cleared_fields = 2.0, {"job": ""}
     folder, record_name, read = FOLDER, JOB, staticmethod(read_job)
+    job_fields = ("job",)
 
     def __init__(self, experiment_dir: Path, settings: Any = None, num_jobs: int | None = None) -> None:
         super().__init__(experiment_dir, settings, num_jobs)
         self._url: str | None = None
         self._driver: Mapping[str, Any] = {}
-
-    @property
-    def is_submitted(self) -> bool:
-        return bool(self._record.get("job"))
 
     def find_problems(self, plan: ExperimentPlan) -> list[str]:
         """Return why no machine could run the plan. Raises LaunchError if no Ray answers."""

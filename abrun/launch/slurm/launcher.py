@@ -365,6 +365,7 @@ class SlurmCluster(ClusterJobs):
 
     query_interval_s, cleared_fields = 5.0, {"jobs": {}, "compare": None}
     folder, record_name, read = FOLDER, RECORD, staticmethod(read_record)
+    job_fields = ("jobs", "submitting")
 
     def __init__(self, experiment_dir: Path, settings: Any = None, num_jobs: int | None = None) -> None:
         super().__init__(experiment_dir, settings, num_jobs)
@@ -376,10 +377,6 @@ class SlurmCluster(ClusterJobs):
     def load(self) -> None:
         super().load()
         self._jobs, self._compare = dict(self._record.get("jobs", {})), self._record.get("compare")
-
-    @property
-    def is_submitted(self) -> bool:
-        return bool(self._record.get("jobs") or self._record.get("submitting"))
 
     # --- submission ---
 
