@@ -19,28 +19,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from abrun import processes
 from abrun.errors import AbrunError, LaunchError, StoreError
 from abrun.messages import sentence
 from abrun.messages.codes import Code, Reason
-from abrun.processes import (
-    MODULE_OPTIONS,
-    RUN_DIR_VARIABLE,
-    PauseDetector,
-    Popen,
-    StopRequests,
-    adopt_orphans,
-    catch_stop_signals,
-    count_oom_kills,
-    exit_like,
-    find_children,
-    find_descendants,
-    is_unexplained,
-    kill_all,
-    kill_run,
-    progress,
-    reap_orphans,
-    shell_exit_code,
-)
+from abrun.processes import progress
 from abrun.processes.capture import capture_output
 from abrun.processes.output import ignore_output_errors
 from abrun.processes.scratch import scratch_folder
@@ -61,14 +44,14 @@ FAILED, TIMED_OUT = 2, 124  # exit codes, as of abrun.trainer and timeout(1)
 def main() -> int:
     """Run the agent; return its exit code."""
     options = parse_options()
-    os.environ[RUN_DIR_VARIABLE] = os.path.realpath(options.directory)
+    os.environ[processes.RUN_DIR_VARIABLE] = os.path.realpath(options.directory)
     os.environ[progress.AGENT_PID_VARIABLE] = str(os.getpid())
-    adopt_orphans()
+    processes.adopt_orphans()
     run = RunDir(options.directory)
     hide_secrets_of(os.environ)
     mask = current_mask()
     with (
-        catch_stop_signals() as requests,
+        processes.catch_stop_signals() as requests,
         capture_output(run.log, int(options.log_mib * 2**20), mask.hide_bytes),
     ):
         previous_attempt = run.last_attempt
@@ -79,7 +62,7 @@ def main() -> int:
         except LaunchError as error:
             status, reason = FAILED, error.reason
         _record_ending(run, options.node, previous_attempt, status, reason, requests.first_signal)
-    return exit_like(status)
+    return processes.exit_like(status)
 
 
 def parse_options() -> argparse.Namespace:
@@ -113,7 +96,7 @@ def _run_and_watch(
         watch.done.set()
         if watch.is_alive():
             watch.join()
-        kill_run(options.directory, os.getpid())
+        processes.kill_run(options.directory, os.getpid())
     return (TIMED_OUT, watch.ended_because) if watch.ended_because else (status, reason)
 
 
@@ -136,11 +119,11 @@ def _run_ranks(
 
     `on_started` is called after the ranks have been started.
     """
-    oom_kills_before, log_start = count_oom_kills(), RunDir(options.directory).log_size()
+    oom_kills_before, log_start = processes.count_oom_kills(), RunDir(options.directory).log_size()
     try:
-        with _start_ranks(options, scratch) as processes:
+        with _start_ranks(options, scratch) as started:
             on_started()
-            failure = first_failure(processes, scratch)
+            failure = first_failure(started, scratch)
     except (OSError, OverflowError, ValueError) as error:  # an invalid port raises the latter two
         raise LaunchError(f"node {options.node} cannot start its ranks: {error}") from None
     if failure is None:
@@ -155,7 +138,7 @@ def _run_ranks(
 
 
 @contextlib.contextmanager
-def _start_ranks(options: argparse.Namespace, scratch: Path) -> Iterator[dict[int, Popen]]:
+def _start_ranks(options: argparse.Namespace, scratch: Path) -> Iterator[dict[int, processes.Popen]]:
     """Yield the rank processes of this node. Rank 0 inherits the socket of the rendezvous.
 
     The agent keeps the socket open as well: if rank 0 dies before it serves, the other ranks wait until they
@@ -167,7 +150,7 @@ def _start_ranks(options: argparse.Namespace, scratch: Path) -> Iterator[dict[in
         if 0 in ranks:
             rendezvous = stack.enter_context(_listen(int(port), all_interfaces=bool(options.meet)))
             port, inherited[0] = rendezvous.getsockname()[1], rendezvous.fileno()
-        command = [sys.executable, "-u", *MODULE_OPTIONS, options.module, str(options.directory)]
+        command = [sys.executable, "-u", *processes.MODULE_OPTIONS, options.module, str(options.directory)]
         yield {
             rank: subprocess.Popen(
                 command,
@@ -233,10 +216,10 @@ def _record_ending(
     try:
         writer = resume_abandoned_attempt(run, previous_attempt, interrupted=status == TIMED_OUT)
         if writer and stop_signal:
-            writer.interrupt(exit_code=shell_exit_code(status), signal=stop_signal)
+            writer.interrupt(exit_code=processes.shell_exit_code(status), signal=stop_signal)
         elif writer and reason:
-            ending = Code.SEE_LOG(ending=reason, log=run.log) if is_unexplained(reason) else reason
-            writer.fail(ending, exit_code=shell_exit_code(status))
+            ending = Code.SEE_LOG(ending=reason, log=run.log) if processes.is_unexplained(reason) else reason
+            writer.fail(ending, exit_code=processes.shell_exit_code(status))
     except AbrunError as error:
         print(f"error: {error}", file=sys.stderr)
 
@@ -318,7 +301,7 @@ class _Watchdog(threading.Thread):
 
     def __init__(
         self,
-        requests: StopRequests,
+        requests: processes.StopRequests,
         options: argparse.Namespace,
         scratch: Path,
         lines: Mapping[int, int],
@@ -329,7 +312,7 @@ class _Watchdog(threading.Thread):
         self.ended_because: Reason | None = None
         self._requests, self._limits, self._notes = requests, options, notes
         self._scratch, self._lines = scratch, lines
-        self._began_s, self._awake = time.monotonic(), PauseDetector()
+        self._began_s, self._awake = time.monotonic(), processes.PauseDetector()
         self._signalled_pids = set[int]()
         self._kill_at_s = math.inf
 
@@ -341,14 +324,14 @@ class _Watchdog(threading.Thread):
             if self.ended_because or self._requests.first_signal is not None:
                 self._kill_at_s = min(self._kill_at_s, now + self._limits.grace_s)
                 # Once to every rank, including later ones, so that they save a checkpoint
-                for pid in find_children(os.getpid()) - self._signalled_pids:
+                for pid in processes.find_children(os.getpid()) - self._signalled_pids:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGTERM)
                     self._signalled_pids.add(pid)
             hanging = self._check_for_hang(now, signs)
             self.ended_because = hanging or self.ended_because
             if hanging or now > self._kill_at_s or self._requests.is_forced:
-                kill_all(lambda: find_descendants(os.getpid()))
+                processes.kill_all(lambda: processes.find_descendants(os.getpid()))
 
     def _check_for_hang(self, now: float, signs: Mapping[int, progress.RankStatus]) -> Reason | None:
         """Return the reason to end the run if all ranks have been silent for too long, else None.
@@ -358,7 +341,7 @@ class _Watchdog(threading.Thread):
         """
         all_begun = len(signs) == self._limits.ranks
         if all_begun:
-            reap_orphans({sign.pid for sign in signs.values()})
+            processes.reap_orphans({sign.pid for sign in signs.values()})
         last_s = max((sign.time_s for sign in signs.values()), default=self._began_s)
         silent_s = now - max(last_s, self._awake.running_since_s())
         patience_s = max(sign.hang_timeout_s for sign in signs.values()) if all_begun else math.inf
