@@ -16,18 +16,11 @@ from typing import Annotated, Any, Self
 from pydantic import Field, field_validator
 
 from abrun.errors import RecipeError
+from abrun.recipe import merging
 from abrun.recipe.claims import Compare, Controls
 from abrun.recipe.command import CommandRunConfig
 from abrun.recipe.faults import LIBRARY, ONE_ULP, InjectedFault, unmet_need
 from abrun.recipe.launcher import LauncherSettings
-from abrun.recipe.merging import (
-    apply_override,
-    drop_foreign_nulls,
-    merge,
-    read_with_defaults,
-    refuse_shadowed,
-    type_lacks_key,
-)
 from abrun.recipe.policy import RecipePolicy
 from abrun.recipe.reading import dotted, nested, read_launched_recipe, refuse_secrets
 from abrun.recipe.refusals import describe_unknown_key, shortened, validated
@@ -152,7 +145,7 @@ class ExperimentDeclaration(Section):
         model = RUN_CONFIGS[_trainer_type(change, source) or base["trainer"]["type"]]
         if not isinstance(self, model):  # the arm has another trainer: drop keys of the base's trainer
             base = {key: value for key, value in base.items() if key in model.model_fields}
-        return validated(model, drop_foreign_nulls(merge(base, change)), source)
+        return validated(model, merging.drop_foreign_nulls(merging.merge(base, change)), source)
 
     @property
     def auto_keys(self) -> tuple[str, ...]:
@@ -164,9 +157,9 @@ class ExperimentDeclaration(Section):
         if not self.auto_keys:
             return self
         chosen = {key: AUTO_SETTINGS[key].values[0] for key in self.auto_keys} | dict(values or {})
-        tree = merge(self.model_dump(), nested(chosen))
+        tree = merging.merge(self.model_dump(), nested(chosen))
         for arm, change in self.arms.items():  # an arm whose backend lacks the key gets no value
-            tree["arms"][arm] = {key: None for key in chosen if type_lacks_key(change, key)} | change
+            tree["arms"][arm] = {key: None for key in chosen if merging.type_lacks_key(change, key)} | change
         return validated(type(self), tree, self.name)
 
     @property
@@ -180,7 +173,7 @@ class ExperimentDeclaration(Section):
         if any(recorded_source(self.run_config(treatment)) == BASELINE for treatment in self.arms):
             # Controls train on the baseline's rollouts, as the treatments do
             change = {"rollout": {"engine": "recorded", "from": BASELINE}}
-            baseline = validated(OwnRunConfig, merge(baseline.model_dump(), change), self.name)
+            baseline = validated(OwnRunConfig, merging.merge(baseline.model_dump(), change), self.name)
         field = "ulp_reruns" if injected.name == ONE_ULP else "faults"
         source = f"{self.name}: controls.{field}"
         got = f"{source}: got {injected.name!r}"
@@ -242,14 +235,14 @@ def load_recipe(
     """
     is_folder, overrides = is_directory(path), list(overrides)
     try:
-        tree = read_launched_recipe(path) if is_folder else read_with_defaults(path)
+        tree = read_launched_recipe(path) if is_folder else merging.read_with_defaults(path)
         tree = tree if is_folder else _find_reference(tree, path.parent)
         raw = _convert_arms(tree, lambda change: nested(dotted(change)))
         for override in overrides:
-            raw = apply_override(raw, override)
-        raw = drop_foreign_nulls(_convert_arms(raw, dotted))
+            raw = merging.apply_override(raw, override)
+        raw = merging.drop_foreign_nulls(_convert_arms(raw, dotted))
         raw = drop_removed(migrate(raw)) if is_launched else raw
-        refuse_shadowed(raw, overrides)
+        merging.refuse_shadowed(raw, overrides)
         refuse_secrets(raw, str(path))
         raw = raw if is_folder else _with_recipe_dir(raw, str(path.parent.resolve()))
     except RecursionError:

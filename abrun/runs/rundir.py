@@ -11,16 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from abrun.errors import StoreError
-from abrun.runs import files, layout, records
-from abrun.runs.lines import (
-    LineReader,
-    Sample,
-    find_bad_lines,
-    read_json_lines,
-    read_samples,
-    read_valid_rows,
-    row_problem,
-)
+from abrun.runs import files, layout, lines, records
 from abrun.runs.schemas import checked
 
 if TYPE_CHECKING:
@@ -172,7 +163,7 @@ class RunDir:
         return content
 
     def events(self) -> list[dict[str, Any]]:
-        return read_json_lines(self.path / layout.EVENTS)
+        return lines.read_json_lines(self.path / layout.EVENTS)
 
     def wandb_location(self) -> dict[str, str]:
         """Return the recorded wandb mirror of the run; empty if the file is missing or damaged."""
@@ -181,9 +172,9 @@ class RunDir:
         except StoreError:
             return {}
 
-    def metrics_reader(self) -> LineReader:
+    def metrics_reader(self) -> lines.LineReader:
         """Return a reader that follows the rows of metrics.jsonl as written."""
-        return LineReader(self.path / layout.METRICS)
+        return lines.LineReader(self.path / layout.METRICS)
 
     def metrics(self) -> "dict[str, Series]":
         """Return every metric by step; see abrun.runs.metrics."""
@@ -197,9 +188,9 @@ class RunDir:
 
         return read_validation(self.path / layout.VALIDATION, finished=self.finished)
 
-    def samples(self) -> dict[int, tuple[Sample, ...]]:
+    def samples(self) -> dict[int, tuple[lines.Sample, ...]]:
         """Return the sampled completions by step, ascending; the last attempt wins."""
-        return read_samples(self.path / layout.SAMPLES)
+        return lines.read_samples(self.path / layout.SAMPLES)
 
     def read_log(self, start: int = 0, max_bytes: int = 1 << 20, *, node: int = 0) -> str:
         """Return at most `max_bytes` from the end of the job's log, skipping the first `start` bytes."""
@@ -220,8 +211,8 @@ class RunDir:
     def step_attempts(self) -> dict[int, int]:
         """Return the newest attempt that recorded each step, from all undamaged rows."""
         newest: dict[int, int] = {}
-        for row in read_valid_rows(self.path / layout.METRICS):
-            if row_problem(row) is None:
+        for row in lines.read_valid_rows(self.path / layout.METRICS):
+            if lines.row_problem(row) is None:
                 step, attempt = row["step"], row.get("attempt", 1)
                 newest[step] = max(attempt, newest.get(step, 0))
         return newest
@@ -254,7 +245,7 @@ class RunDir:
         missing = [step for step in planned if step not in recorded]
         if missing:
             return f"{layout.METRICS} lacks {len(missing)} of {len(planned)} steps, the first is {missing[0]}"
-        bad_lines = find_bad_lines(self.path / layout.METRICS)
+        bad_lines = lines.find_bad_lines(self.path / layout.METRICS)
         return f"{layout.METRICS}, line {bad_lines[0].number} is not a row of metrics" if bad_lines else None
 
     def describe_missing_last_step(self) -> str | None:

@@ -14,17 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from abrun.errors import StoreError
 from abrun.messages.codes import Code, Reason
-from abrun.runs import files, layout, records
-from abrun.runs.lines import (
-    MAX_SAMPLES_BYTES,
-    LineWriter,
-    Sample,
-    find_bad_lines,
-    json_line,
-    overwrite_lines,
-    read_valid_rows,
-    sample_row,
-)
+from abrun.runs import files, layout, lines, records
 from abrun.runs.owner import this_process_fields
 from abrun.runs.redaction import redacted
 from abrun.runs.rundir import RunDir
@@ -42,7 +32,7 @@ def begin_attempt(run: RunDir) -> "RunWriter":
     """
     folder, number = run.path / layout.ATTEMPTS, run.last_attempt
     for name in (layout.METRICS, layout.EVENTS, layout.VALIDATION, layout.SAMPLES):
-        for row in read_valid_rows(run.path / name):
+        for row in lines.read_valid_rows(run.path / name):
             attempt_of_row = row.get("attempt")
             if type(attempt_of_row) is int and number < attempt_of_row < records.MAX_ATTEMPT:
                 number = attempt_of_row
@@ -60,9 +50,9 @@ def begin_attempt(run: RunDir) -> "RunWriter":
                 break
     files.remove_partial_files(run.path)
     writer, metrics = RunWriter(run.path, attempt), run.path / layout.METRICS
-    bad_lines = find_bad_lines(metrics)
+    bad_lines = lines.find_bad_lines(metrics)
     if bad_lines:
-        overwrite_lines(metrics, bad_lines)
+        lines.overwrite_lines(metrics, bad_lines)
         text = f"blanked {len(bad_lines)} that are not rows, the first is line {bad_lines[0].number}"
         writer.event("repair", message=f"lines of {layout.METRICS}: {text}")
     return writer
@@ -105,10 +95,10 @@ class RunWriter:
         self.path = path
         self.attempt = attempt.number
         self._record = attempt
-        self._metrics = LineWriter(path / layout.METRICS)
-        self._events = LineWriter(path / layout.EVENTS)
-        self._validations: LineWriter | None = None
-        self._samples: LineWriter | None = None
+        self._metrics = lines.LineWriter(path / layout.METRICS)
+        self._events = lines.LineWriter(path / layout.EVENTS)
+        self._validations: lines.LineWriter | None = None
+        self._samples: lines.LineWriter | None = None
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Append the metrics of one step. Raises LostRowsError if earlier rows were lost."""
@@ -124,10 +114,10 @@ class RunWriter:
     def rewrite_metrics(self, rows: Mapping[int, Mapping[str, float]]) -> None:
         """Replace a metrics.jsonl that lost rows with all rows of the run, given by step."""
         self.check_fence()
-        lines = [json_line(self._row(step, rows[step])) for step in sorted(rows)]
-        files.write_file(self._metrics.path, b"".join(lines))
+        content = b"".join(lines.json_line(self._row(step, rows[step])) for step in sorted(rows))
+        files.write_file(self._metrics.path, content)
         self._metrics.close()
-        self._metrics = LineWriter(self._metrics.path)
+        self._metrics = lines.LineWriter(self._metrics.path)
         self.event("repair", message=f"{layout.METRICS} {ROWS_LOST}; its {len(rows)} rows were written again")
 
     def _row(self, step: int, values: Mapping[str, float]) -> dict[str, float]:
@@ -146,17 +136,17 @@ class RunWriter:
         """Append the rewards and lengths [P] of a validation, one per prompt."""
         self.check_fence()
         if self._validations is None:
-            self._validations = LineWriter(self.path / layout.VALIDATION)
+            self._validations = lines.LineWriter(self.path / layout.VALIDATION)
         content = {"prompts_sha256": prompts_sha256, "rewards": rewards, "lengths": lengths}
         self._validations.write({"step": step, "attempt": self.attempt, **content})
 
-    def samples(self, step: int, samples: list[Sample]) -> None:
+    def samples(self, step: int, samples: list[lines.Sample]) -> None:
         """Append some of a step's completions, unless the file has reached its size limit."""
         self.check_fence()
         if self._samples is None:
-            self._samples = LineWriter(self.path / layout.SAMPLES)
-        if self._samples.path.stat().st_size < MAX_SAMPLES_BYTES:
-            self._samples.write(sample_row(step, self.attempt, samples))
+            self._samples = lines.LineWriter(self.path / layout.SAMPLES)
+        if self._samples.path.stat().st_size < lines.MAX_SAMPLES_BYTES:
+            self._samples.write(lines.sample_row(step, self.attempt, samples))
 
     def rollouts(self, recording: "RecordedStep") -> None:
         """Write the rollouts of a step, replacing those of an earlier attempt."""
@@ -191,9 +181,9 @@ class RunWriter:
 
     def sync(self) -> None:
         """Flush all lines to the disk, before anything that depends on them is written."""
-        for lines in (self._metrics, self._events, self._validations, self._samples):
-            if lines:
-                lines.sync()
+        for writer in (self._metrics, self._events, self._validations, self._samples):
+            if writer:
+                writer.sync()
 
     def initial_sketch(self, content: bytes) -> None:
         """Write the sketches of the initial weights; see `final_sketch`."""

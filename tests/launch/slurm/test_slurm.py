@@ -218,7 +218,7 @@ def test_a_command_starts_on_the_nodes_that_it_asks_for_and_is_told_all(
     for name, value in {**variables, "PROCID": "0"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     monkeypatch.setenv("SLURMD_NODENAME", "n1")
-    monkeypatch.setattr(allocation, "run_slurm", lambda *argv: "n1\nn2\n")
+    monkeypatch.setattr(allocation.launcher, "run_slurm", lambda *argv: "n1\nn2\n")
     settings: Any = resolve_launcher_settings(None, "slurm")
     config = plan.runs[0].config
     engine = allocation.StepEngine(settings, 1, [config])
