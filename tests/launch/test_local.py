@@ -20,7 +20,7 @@ from psutil import Process
 
 from abrun.errors import LaunchError, StoreError
 from abrun.experiment.command import run_environment
-from abrun.experiment.plan import ExperimentPlan, RunName, make_plan
+from abrun.experiment.plan import RunName
 from abrun.experiment.preflight import checks
 from abrun.launch import queue, supervisor
 from abrun.launch.prepare import own_experiment
@@ -40,17 +40,11 @@ from abrun.runs.records import Launch, recorded_reason
 from abrun.runs.rundir import RunDir
 from abrun.runs.state import RunState, read_state
 from abrun.runs.writer import begin_attempt
-from tests.launch.fakes import FAKE, FRESH_FAKES, Silent, run_to_end
+from tests.launch.fakes import FAKE, FRESH_FAKES, SMALL, Silent, plan_of, run_to_end, until
 from tests.snapshot import Snapshot
 from tests.written_runs import make_run, run_config
 
-SMALL = Path(__file__).parent / "small.yaml"
-
 SLOW = pytest.mark.slow
-
-
-def plan_of(*overrides: str) -> ExperimentPlan:
-    return make_plan(load_recipe(SMALL, overrides))
 
 
 @pytest.mark.parametrize("name", ["environment.json", "result.json"])
@@ -427,13 +421,6 @@ def start(runs_dir: Path, **options: Any) -> subprocess.Popen[str]:
     """A launcher in a process of its own, to be signalled."""
     arguments = [__file__, str(runs_dir), json.dumps(options)]
     return subprocess.Popen([sys.executable, "-c", LAUNCH, *arguments], stdout=subprocess.PIPE, text=True)
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.02)
 
 
 def steps(runs_dir: Path, run: str) -> int:
