@@ -26,7 +26,6 @@ from abrun.messages.codes import Code, Reason
 from abrun.processes import progress
 from abrun.processes.capture import capture_output
 from abrun.processes.output import ignore_output_errors
-from abrun.processes.scratch import scratch_folder
 from abrun.runs.failures import ERROR_FILE, GRACE_S, POLL_S, cause_of, error_file, first_failure
 from abrun.runs.launches import write_ending
 from abrun.runs.records import NodeStatus, SilentRank
@@ -105,7 +104,7 @@ def _scratch(ranks: range) -> Iterator[tuple[Path, dict[int, int]]]:
     """Yield a temporary folder shared by agent and ranks, and the ranks' heartbeat files in it, opened."""
     with contextlib.ExitStack() as stack:
         try:
-            folder = stack.enter_context(scratch_folder())
+            folder = stack.enter_context(processes.scratch_folder())
             lines = stack.enter_context(progress.open_status_lines(folder, ranks))
         except OSError as error:
             raise LaunchError(f"temporary files: {error}; free some space there, or set TMPDIR") from None

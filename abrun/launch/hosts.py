@@ -20,7 +20,6 @@ from abrun import processes
 from abrun.errors import StoreError
 from abrun.launch.engine import Devices
 from abrun.processes import progress
-from abrun.processes.scratch import scratch_folder
 from abrun.recipe.run import OwnRunConfig, RunConfig
 from abrun.runs.files import open_log
 from abrun.runs.layout import engine_log_name
@@ -186,7 +185,7 @@ def engine_hosts_for(runs: Sequence[tuple[RunDir, RunConfig]]) -> Iterator[Engin
         return
     with contextlib.ExitStack() as stack:
         try:
-            folder = stack.enter_context(scratch_folder())
+            folder = stack.enter_context(processes.scratch_folder())
         except OSError:  # the runs will report the same problem
             yield None
             return

@@ -6,7 +6,7 @@ imports only the standard library.
 
 import difflib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
@@ -133,23 +133,28 @@ METRICS = (
     Metric(NUM_SAMPLES, "sum", ("configured",), unit="sequences", algorithms=ALL),
     Metric("train/global_valid_toks", "sum", unit="tokens", algorithms=ALL),
     # log-probs of the policy and of the rollout engine, and their ratios
-    Metric("train/approx_entropy", "token mean", ("step one",), unit="nats", needs="metrics basic"),
-    Metric(TOKEN_MULT_PROB_ERROR, "token mean", ("step one", "guard"), needs="metrics basic", better="lower"),
-    Metric(GEN_KL_ERROR, "token mean", ("step one",), unit="nats", needs="metrics basic", better="lower"),
-    Metric("train/policy_kl_error", "token mean", unit="nats", needs="metrics basic", better="lower"),
-    Metric("train/js_divergence_error", "token mean", unit="nats", needs="metrics basic", better="lower"),
-    Metric("train/sampling_importance_ratio", "token mean", ("step one",), needs="metrics basic"),
-    Metric("train/probs_ratio", "token mean", ("step one",), needs="metrics basic"),
-    Metric("train/probs_ratio_clamped", "token mean", needs="metrics basic"),
-    Metric("train/probs_ratio_min", "minimum", needs="metrics basic"),
-    Metric("train/probs_ratio_max", "maximum", needs="metrics basic"),
-    Metric("train/clip_fraction", "token mean", needs="metrics basic"),
-    Metric("train/mean_seq_mult_prob_error", "sequence mean", needs="metrics basic", better="lower"),
-    Metric("train/min_seq_mult_prob_error", "minimum", needs="metrics basic", better="lower"),
-    Metric("train/max_seq_mult_prob_error", "maximum", needs="metrics basic", better="lower"),
-    Metric("train/advantages/mean", "token mean", needs="metrics basic"),
-    Metric(ADVANTAGES_MIN, "minimum", needs="metrics basic"),
-    Metric(ADVANTAGES_MAX, "maximum", needs="metrics basic"),
+    *(
+        replace(metric, needs="metrics basic")
+        for metric in (
+            Metric("train/approx_entropy", "token mean", ("step one",), unit="nats"),
+            Metric(TOKEN_MULT_PROB_ERROR, "token mean", ("step one", "guard"), better="lower"),
+            Metric(GEN_KL_ERROR, "token mean", ("step one",), unit="nats", better="lower"),
+            Metric("train/policy_kl_error", "token mean", unit="nats", better="lower"),
+            Metric("train/js_divergence_error", "token mean", unit="nats", better="lower"),
+            Metric("train/sampling_importance_ratio", "token mean", ("step one",)),
+            Metric("train/probs_ratio", "token mean", ("step one",)),
+            Metric("train/probs_ratio_clamped", "token mean"),
+            Metric("train/probs_ratio_min", "minimum"),
+            Metric("train/probs_ratio_max", "maximum"),
+            Metric("train/clip_fraction", "token mean"),
+            Metric("train/mean_seq_mult_prob_error", "sequence mean", better="lower"),
+            Metric("train/min_seq_mult_prob_error", "minimum", better="lower"),
+            Metric("train/max_seq_mult_prob_error", "maximum", better="lower"),
+            Metric("train/advantages/mean", "token mean"),
+            Metric(ADVANTAGES_MIN, "minimum"),
+            Metric(ADVANTAGES_MAX, "maximum"),
+        )
+    ),
     Metric("train/kl_penalty", "token mean", unit="nats", needs="a KL penalty"),
     Metric(
         "train/kl_penalty_sum_per_sequence", "sequence mean", unit="nats", needs="a KL penalty in the reward"

@@ -27,8 +27,7 @@ from abrun.launch.agent import _scratch as scratch
 from abrun.messages import sentence
 from abrun.messages.codes import Code, Reason
 from abrun.messages.records import encode_reasons
-from abrun.processes import find_run_processes, progress
-from abrun.processes.scratch import SCRATCH
+from abrun.processes import SCRATCH, find_run_processes, progress
 from abrun.runs.failures import (
     ERROR_FILE,
     Failure,

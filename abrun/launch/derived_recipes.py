@@ -1,7 +1,8 @@
-"""Launches in stages: interim analyses, declared before the first run, at which a launch may stop.
+"""Recipes that a launch derives from another: in stages, or a baseline alone with injected faults.
 
-The unit is a pair: all arms of a seed run in one stage. All pairs have the same arms and so the same cost.
-Seeds are run in their order.
+Stages are interim analyses, declared before the first run, at which a launch may stop. Their unit is a pair:
+all arms of a seed run in one stage. All pairs have the same arms and so the same cost. Seeds are run in their
+order.
 """
 
 import itertools
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from abrun.errors import LaunchError, RecipeError
 from abrun.experiment.plan import compare_hash, launched_compare_hash
+from abrun.recipe.claims import Controls
 from abrun.recipe.experiment import (
     MAX_SEEDS,
     CommandRecipe,
@@ -16,6 +18,9 @@ from abrun.recipe.experiment import (
     Recipe,
     parse_stored_recipe,
 )
+from abrun.recipe.faults import FAULTS, LIBRARY, InjectedFault, unmet_need
+from abrun.recipe.refusals import validated
+from abrun.recipe.run import OwnRunConfig
 from abrun.runs.experiment import open_experiment
 
 DEFAULT_MAX_SEEDS = 12  # unless --max-seeds or declared interim analyses say otherwise
@@ -82,3 +87,55 @@ def refuse_other_interim(recipe: ExperimentDeclaration, experiment_dir: Path) ->
             f"it was launched {description}, on which its error rate depends; resume it as it was launched, "
             "or choose another --name"
         )
+
+
+def make_sensitivity_recipe(
+    recipe: Recipe | CommandRecipe, names: str | None
+) -> tuple[Recipe | CommandRecipe, dict[str, str]]:
+    """Return the recipe without treatments, and for each fault that it cannot inject, what it lacks.
+
+    `names`: NAME or NAME:SIZE, separated by commas. None: the recipe's `controls.faults`, or else all faults
+    that it can inject. Raises RecipeError if a named fault cannot be injected.
+    """
+    baseline = recipe.with_auto_values().run_config(recipe.baseline)
+    if not isinstance(baseline, OwnRunConfig):
+        raise RecipeError(
+            f"{recipe.name}: arms.{recipe.baseline}: runs a foreign trainer, but faults can only be injected "
+            "into abrun's own"
+        )
+    not_injected: dict[str, str] = {}
+    faults = recipe.controls.faults
+    if names is not None:
+        faults = [_parse_fault(text) for text in names.split(",")]
+        for fault in faults:
+            needs = unmet_need(LIBRARY[fault.name], baseline)
+            if needs:
+                raise RecipeError(
+                    f"--faults: got {fault.name!r}, which {needs}; change that with --set, or drop the fault"
+                )
+    elif not faults:
+        needs_by_fault = {fault.name: unmet_need(fault, baseline) for fault in FAULTS}
+        not_injected = {name: needs for name, needs in needs_by_fault.items() if needs}
+        faults = [InjectedFault(name=name) for name in needs_by_fault if name not in not_injected]
+    if not faults:
+        raise RecipeError(f"{recipe.name}: no fault can be injected into it; see: abrun faults")
+    controls = {"aa_reruns": recipe.controls.aa_reruns, "faults": [fault.model_dump() for fault in faults]}
+    content = recipe.model_dump(mode="json")
+    content |= {
+        "name": f"{recipe.name[:88]}-sensitivity",
+        "arms": {recipe.baseline: recipe.arms[recipe.baseline]},
+        "controls": validated(Controls, controls, "--faults").model_dump(mode="json"),
+    }
+    content["compare"]["interim"] = []
+    return parse_stored_recipe(content, recipe.name), not_injected
+
+
+def _parse_fault(text: str) -> InjectedFault:
+    name, colon, size = text.strip().partition(":")
+    try:
+        amount = float(size) if colon else None
+    except ValueError:
+        raise RecipeError(
+            f"--faults: got {text!r}; allowed: NAME or NAME:SIZE, such as misgrouped:2"
+        ) from None
+    return validated(InjectedFault, {"name": name, "size": amount}, "--faults")
