@@ -244,21 +244,17 @@ class Policy(Section):
                 f"policy.compile: got true with backend {backend.type!r}{ranks}; use compile: false, or "
                 "type: dtensor without tensor, context and expert parallelism"
             )
-        if self.liger and self.compile:
-            raise RuleError(
-                "policy.liger: got true with compile: true, which generates its own kernels; use liger: "
-                "false, or compile: false on dtensor"
-            )
-        if self.liger and backend.type != "dtensor":
-            raise RuleError(
-                f"policy.liger: got true with backend {backend.type!r}, which has its own kernels; use "
-                "liger: false, or compile: false on dtensor"
-            )
-        if self.liger and backend.tensor_parallel > 1:
-            raise RuleError(
-                f"policy.liger: got true with tensor_parallel {backend.tensor_parallel}, but Liger kernels "
-                "are untested on sharded layers; use liger: false, or tensor_parallel: 1"
-            )
+        conflict, instead = "", "compile: false on dtensor"
+        if self.compile:
+            conflict = "compile: true, which generates its own kernels"
+        elif backend.type != "dtensor":
+            conflict = f"backend {backend.type!r}, which has its own kernels"
+        elif backend.tensor_parallel > 1:
+            sharded = f"tensor_parallel {backend.tensor_parallel}"
+            conflict = f"{sharded}, but Liger kernels are untested on sharded layers"
+            instead = "tensor_parallel: 1"
+        if self.liger and conflict:
+            raise RuleError(f"policy.liger: got true with {conflict}; use liger: false, or {instead}")
         if self.activation_checkpointing == "selective" and not self.compile:
             raise RuleError(
                 "policy.activation_checkpointing: got 'selective' without compile; use compile: true, or "

@@ -236,17 +236,8 @@ def _read_state(run: RunDir, name: RunName) -> RunState:
                 raise StoreError(f"{run.path}: is a file, but has to be a folder; move it away")
             return read_state(run, name)
     except StoreError as error:
-        return RunState(
-            name=name,
-            directory=run.path,
-            status="unreadable" if isinstance(error, files.UnreadableError) else "failed",
-            step=0,
-            num_steps=0,
-            started_s=None,
-            reason=error.reason,
-            exit_code=None,
-            signal=None,
-        )
+        status = "unreadable" if isinstance(error, files.UnreadableError) else "failed"
+        return RunState(name=name, directory=run.path, status=status, reason=error.reason)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -87,6 +87,16 @@ def open_regular(path: Path, extra_flags: int = 0) -> io.BufferedReader:
     return open(_open_descriptor(path, os.O_RDONLY | extra_flags), "rb")
 
 
+@contextlib.contextmanager
+def _opened(path: Path, flags: int, mode: int = 0) -> Iterator[int]:
+    """Yield the descriptor of a file or folder, and close it."""
+    file = os.open(path, flags, mode)
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
 def _open_descriptor(path: Path, flags: int, mode: int = 0) -> int:
     """Open a regular file, without waiting for the other end of a pipe. Raises OSError for anything else."""
     file = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, mode)
@@ -198,13 +208,10 @@ def share_new_folder(path: Path, *, private: bool = False) -> int:
     """
     bits, group = inherited_access(path)
     enter_bits = bits | bits >> 2  # the execute bit for every read bit
-    with contextlib.suppress(OSError):
-        folder = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
-        try:
-            current_bits = stat.S_IRWXU if private else stat.S_IMODE(os.fstat(folder).st_mode)
-            grant(folder, Access(current_bits | enter_bits, group))
-        finally:
-            os.close(folder)
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY
+    with contextlib.suppress(OSError), _opened(path, flags) as folder:
+        current_bits = stat.S_IRWXU if private else stat.S_IMODE(os.fstat(folder).st_mode)
+        grant(folder, Access(current_bits | enter_bits, group))
     return enter_bits
 
 
@@ -339,8 +346,7 @@ def _write_partial(
     partial = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}{PARTIAL_SUFFIX}")
     partial.unlink(missing_ok=True)  # left by a killed process with the same id
     try:
-        file = os.open(partial, NEW_FILE_FLAGS, mode)
-        try:
+        with _opened(partial, NEW_FILE_FLAGS, mode) as file:
             grant(file, access) if access else share_new_file(file, path)
             remaining = memoryview(content)
             while remaining:  # a write may take less than all
@@ -350,8 +356,6 @@ def _write_partial(
                 remaining = remaining[written:]
             if durable:
                 os.fsync(file)
-        finally:
-            os.close(file)
         yield partial
     except BaseException:
         with contextlib.suppress(OSError):
@@ -405,20 +409,14 @@ def make_private_folder(path: Path) -> int:
 
 def share_written_file(path: Path) -> None:
     """Give a file written by a library the readers of the experiment."""
-    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    try:
+    with _opened(path, os.O_RDONLY | os.O_NOFOLLOW) as file:
         share_new_file(file, path)
-    finally:
-        os.close(file)
 
 
 def sync_file(path: Path) -> None:
     """Flush a file's content to the disk."""
-    file = os.open(path, os.O_RDONLY)
-    try:
+    with _opened(path, os.O_RDONLY) as file:
         os.fsync(file)
-    finally:
-        os.close(file)
 
 
 def sync_folder(path: Path) -> None:

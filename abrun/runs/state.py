@@ -37,12 +37,12 @@ class RunState:
     name: RunName
     directory: Path
     status: records.Status
-    step: int
-    num_steps: int
-    started_s: float | None  # time of the last start
-    reason: Reason | None  # why it failed, was interrupted, waits or hangs, if known
-    exit_code: int | None  # of the last attempt, if its end was observed
-    signal: str | None  # the signal that ended it, such as SIGKILL
+    step: int = 0
+    num_steps: int = 0
+    started_s: float | None = None  # time of the last start
+    reason: Reason | None = None  # why it failed, was interrupted, waits or hangs, if known
+    exit_code: int | None = None  # of the last attempt, if its end was observed
+    signal: str | None = None  # the signal that ended it, such as SIGKILL
     progress: Progress | None = None  # while it is running or stalled
     ended_s: float | None = None  # of the last attempt, if its end was observed
 
