@@ -378,10 +378,8 @@ class Compare(Section):
         by_metric: dict[str, Any] = tolerance if isinstance(tolerance, dict) else {"": tolerance}
         for metric, limit in by_metric.items():
             if by_metric is tolerance and metric not in STEP_ONE:
-                raise FieldError(
-                    f"got {shortened(metric)}, which the step-one check does not compare; "
-                    f"{suggest_name(metric, STEP_ONE)}"
-                )
+                got = f"got {shortened(metric)}, which the step-one check does not compare"
+                raise FieldError(f"{got}; {suggest_name(metric, STEP_ONE)}")
             if isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit < math.inf:
                 raise FieldError(
                     f"got {shortened(tolerance)}; allowed: a number above 0, or a number per "

@@ -99,9 +99,8 @@ class ExperimentDeclaration(Section):
     def _check_seeds(cls, seeds: Any) -> Any:
         if isinstance(seeds, int) and not isinstance(seeds, bool) and 0 <= seeds <= MAX_SEEDS:
             count = f"; for {seeds} seeds use --seeds 0-{seeds - 1} or list them here" * (seeds > 1)
-            raise FieldError(
-                f"got {seeds}, which is not a list{count}; for the single seed {seeds} write [{seeds}]"
-            )
+            single = f"for the single seed {seeds} write [{seeds}]"
+            raise FieldError(f"got {seeds}, which is not a list{count}; {single}")
         return seeds
 
     @field_validator("arms")
@@ -116,10 +115,9 @@ class ExperimentDeclaration(Section):
             )
         for arm, change in arms.items():
             if RUNS_PER_GPU in (flat := dotted(change)):
-                raise RuleError(
-                    f"arms.{arm}.{RUNS_PER_GPU}: got {shortened(flat[RUNS_PER_GPU])} in an arm, but all runs "
-                    "of an experiment share GPUs alike; set it outside arms"
-                )
+                got = f"arms.{arm}.{RUNS_PER_GPU}: got {shortened(flat[RUNS_PER_GPU])} in an arm"
+                why = "all runs of an experiment share GPUs alike"
+                raise RuleError(f"{got}, but {why}; set it outside arms")
         return arms
 
     @property
@@ -198,18 +196,14 @@ class Recipe(ExperimentDeclaration, OwnRunConfig):
     def _refuse_auto_in_arms(self) -> None:
         for arm, change in self.arms.items():
             for key in (key for key in AUTO_SETTINGS if dotted(change).get(key) == "auto"):
-                raise RuleError(
-                    f"arms.{arm}.{key}: got 'auto', which is decided for all arms together; set it outside "
-                    f"arms, or use {AUTO_SETTINGS[key].instead}"
-                )
+                got = f"arms.{arm}.{key}: got 'auto', which is decided for all arms together"
+                raise RuleError(f"{got}; set it outside arms, or use {AUTO_SETTINGS[key].instead}")
             settings = {MICRO_BATCH_TOKENS: self.policy.micro_batch_tokens, **dotted(change)}
             padded, size = settings.get("policy.packing") is False, settings.get("policy.micro_batch_size")
             if settings[MICRO_BATCH_TOKENS] == "auto" and (padded or size):
-                name, got = ("packing", "false") if padded else ("micro_batch_size", size)
-                raise RuleError(
-                    f"arms.{arm}.policy.{name}: got {got} with {MICRO_BATCH_TOKENS} 'auto'; in this arm set "
-                    f"{MICRO_BATCH_TOKENS}: null, too"
-                )
+                name, value = ("packing", "false") if padded else ("micro_batch_size", size)
+                got = f"arms.{arm}.policy.{name}: got {value} with {MICRO_BATCH_TOKENS} 'auto'"
+                raise RuleError(f"{got}; in this arm set {MICRO_BATCH_TOKENS}: null, too")
 
 
 class CommandRecipe(ExperimentDeclaration, CommandRunConfig):

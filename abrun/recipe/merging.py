@@ -161,9 +161,8 @@ class _RecipeFiles:
         named = Path(os.path.realpath(path.parent), path.name)
         if named not in self._trees:
             if max(len(chain), len(self._trees)) >= MAX_FILES:
-                raise RecipeError(
-                    f"{path}: defaults: the recipe inherits from more than {MAX_FILES} files; merge some"
-                )
+                problem = f"the recipe inherits from more than {MAX_FILES} files"
+                raise RecipeError(f"{path}: defaults: {problem}; merge some")
             self._trees[named] = self._read(path, (*chain, resolved))
         return self._trees[named]
 

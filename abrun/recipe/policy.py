@@ -272,16 +272,12 @@ class Policy(Section):
             self.require_default(share, f"with backend {backend.type!r}", "type: dtensor")
         if ranks > 1:
             self.require_default(share, f"with context_parallel {ranks}", "context_parallel: 1")
+        got = f"policy.micro_batch_tokens: got {shortened(tokens)}"
         if tokens is not None and not self.packing:
-            raise RuleError(
-                f"policy.micro_batch_tokens: got {shortened(tokens)} without packing; use packing: true, or "
-                "micro_batch_size"
-            )
+            raise RuleError(f"{got} without packing; use packing: true, or micro_batch_size")
         if tokens is not None and size is not None:
-            raise RuleError(
-                f"policy.micro_batch_tokens: got {shortened(tokens)} with micro_batch_size {size}; give one "
-                "of the two (the other null)"
-            )
+            both = f"with micro_batch_size {size}; give one of the two (the other null)"
+            raise RuleError(f"{got} {both}")
 
     @property
     def head_dtype(self) -> Precision:
@@ -410,10 +406,8 @@ class Rollout(_Source):
         for name, reason in unsupported.items() if self.engine == "torch" else ():
             self.require_default(f"rollout.{name}", f"with engine 'torch', {reason}", "engine: vllm")
         if self.devices is not None and self.devices % self.tensor_parallel:
-            raise RuleError(
-                f"rollout.tensor_parallel: got {self.tensor_parallel} with devices {self.devices}; use a "
-                f"divisor of {self.devices}"
-            )
+            got = f"rollout.tensor_parallel: got {self.tensor_parallel} with devices {self.devices}"
+            raise RuleError(f"{got}; use a divisor of {self.devices}")
         if self.engine != "recorded":
             reason = f"with engine {self.engine!r}, which samples"
             self.require_default("rollout.from", reason, "engine: recorded")

@@ -73,20 +73,14 @@ class ClusterConfig(Section):
     @rule
     def _check_devices(self) -> None:
         if self.gpus_per_node and self.cpu_ranks > 1:
-            raise RuleError(
-                f"cluster.cpu_ranks: got {self.cpu_ranks} with gpus_per_node {self.gpus_per_node}; a run "
-                "trains on GPUs or on CPU cores: drop one of the two"
-            )
+            got = f"cluster.cpu_ranks: got {self.cpu_ranks} with gpus_per_node {self.gpus_per_node}"
+            raise RuleError(f"{got}; a run trains on GPUs or on CPU cores: drop one of the two")
+        got = f"cluster.runs_per_gpu: got {self.runs_per_gpu}"
         if self.runs_per_gpu > 1 and not self.gpus_per_node:
-            raise RuleError(
-                f"cluster.runs_per_gpu: got {self.runs_per_gpu} with gpus_per_node 0, which leaves no GPU to "
-                "share; use 1 (--jobs sets the number of parallel runs on CPU cores)"
-            )
+            instead = "use 1 (--jobs sets the number of parallel runs on CPU cores)"
+            raise RuleError(f"{got} with gpus_per_node 0, which leaves no GPU to share; {instead}")
         if self.runs_per_gpu > 1 and self.nodes > 1:
-            raise RuleError(
-                f"cluster.runs_per_gpu: got {self.runs_per_gpu} with nodes {self.nodes}, but only runs of "
-                "one node share GPUs; use 1"
-            )
+            raise RuleError(f"{got} with nodes {self.nodes}, but only runs of one node share GPUs; use 1")
 
     @property
     def ranks_per_node(self) -> int:
@@ -217,10 +211,8 @@ class OwnRunConfig(RunConfig):
     def _check_sharing(self) -> None:
         runs = self.cluster.runs_per_gpu
         if runs > 1 and self.engine_devices:
-            raise RuleError(
-                f"cluster.runs_per_gpu: got {runs} with rollout.devices {self.rollout.devices}, whose "
-                "engines take whole GPUs; use 1, or rollout.devices: null"
-            )
+            got = f"cluster.runs_per_gpu: got {runs} with rollout.devices {self.rollout.devices}"
+            raise RuleError(f"{got}, whose engines take whole GPUs; use 1, or rollout.devices: null")
         if runs > 1 and (share := self.rollout.gpu_memory_utilization):
             raise RuleError(
                 f"rollout.gpu_memory_utilization: got {share} with cluster.runs_per_gpu {runs}, whose runs "
@@ -282,10 +274,8 @@ class OwnRunConfig(RunConfig):
             )
         punishment = getattr(self.algorithm, "overlong_punishment", None)
         if punishment and punishment.buffer > (longest := self.rollout.max_new_tokens):
-            raise RuleError(
-                f"algorithm.overlong_punishment.buffer: got {punishment.buffer}, more than "
-                f"rollout.max_new_tokens {longest}; use {longest} or less"
-            )
+            got = f"algorithm.overlong_punishment.buffer: got {punishment.buffer}"
+            raise RuleError(f"{got}, more than rollout.max_new_tokens {longest}; use {longest} or less")
         value_dtype = getattr(self.algorithm, "value_head_dtype", "float32")
         if value_dtype != "float32" and self.policy.backend.type == "megatron":
             raise RuleError(
@@ -325,16 +315,13 @@ class OwnRunConfig(RunConfig):
                 "kernels for CPUs; use batch_invariant: false, or GPUs"
             )
         conflict = "with policy.logprobs.one_pass, which needs a per-token loss, but a token's loss in"
-        if one_pass and isinstance(algorithm, Grpo) and algorithm.loss == "gspo":
-            raise RuleError(
-                f"algorithm.loss: got 'gspo' {conflict} GSPO depends on the whole sequence; use one_pass: "
-                "false"
-            )
-        if one_pass and algorithm.type == "dpo":
-            raise RuleError(
-                f"algorithm.type: got 'dpo' {conflict} DPO depends on both completions of a pair; use "
-                "one_pass: false"
-            )
+        problem = ""
+        if isinstance(algorithm, Grpo) and algorithm.loss == "gspo":
+            problem = f"loss: got 'gspo' {conflict} GSPO depends on the whole sequence"
+        elif algorithm.type == "dpo":
+            problem = f"type: got 'dpo' {conflict} DPO depends on both completions of a pair"
+        if one_pass and problem:
+            raise RuleError(f"algorithm.{problem}; use one_pass: false")
         if isinstance(algorithm, PolicyGradientSettings) and task in ("completions", "preferences"):
             raise RuleError(
                 f"task.type: got {task!r} with algorithm.type {algorithm.type!r}, which needs a task that "
@@ -361,10 +348,8 @@ class OwnRunConfig(RunConfig):
             policy.require_default("policy.router_aux_loss_coefficient", reason, "")
             policy.require_default("policy.replay_routing", reason, "")
         if experts is not None and experts % (ranks := policy.backend.expert_parallel):
-            raise RuleError(
-                f"policy.backend.expert_parallel: got {ranks} with model.preset {preset!r}, whose layers "
-                f"have {experts} experts; use a divisor of {experts}"
-            )
+            got = f"policy.backend.expert_parallel: got {ranks} with model.preset {preset!r}"
+            raise RuleError(f"{got}, whose layers have {experts} experts; use a divisor of {experts}")
         if policy.replay_routing and not isinstance(self.algorithm, PolicyGradientSettings):
             raise RuleError(
                 f"policy.replay_routing: got true with algorithm.type {self.algorithm.type!r}, which has no "
