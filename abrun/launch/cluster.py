@@ -188,7 +188,6 @@ def cancel_experiment(experiment_dir: Path) -> str:
     try:
         os.kill(owner.pid, signal.SIGTERM)
     except OSError as error:
-        raise LaunchError(
-            f"{experiment_dir}: {owner} is launching it and cannot be reached: {error}"
-        ) from None
+        problem = f"{owner} is launching it and cannot be reached: {error}"
+        raise LaunchError(f"{experiment_dir}: {problem}") from None
     return f"asked {owner} to stop: its runs save checkpoints first"

@@ -108,11 +108,9 @@ def make_sensitivity_recipe(
     if names is not None:
         faults = [_parse_fault(text) for text in names.split(",")]
         for fault in faults:
-            needs = unmet_need(LIBRARY[fault.name], baseline)
-            if needs:
-                raise RecipeError(
-                    f"--faults: got {fault.name!r}, which {needs}; change that with --set, or drop the fault"
-                )
+            if needs := unmet_need(LIBRARY[fault.name], baseline):
+                got = f"--faults: got {fault.name!r}, which {needs}"
+                raise RecipeError(f"{got}; change that with --set, or drop the fault")
     elif not faults:
         needs_by_fault = {fault.name: unmet_need(fault, baseline) for fault in FAULTS}
         not_injected = {name: needs for name, needs in needs_by_fault.items() if needs}
@@ -135,7 +133,6 @@ def _parse_fault(text: str) -> InjectedFault:
     try:
         amount = float(size) if colon else None
     except ValueError:
-        raise RecipeError(
-            f"--faults: got {text!r}; allowed: NAME or NAME:SIZE, such as misgrouped:2"
-        ) from None
+        allowed = "NAME or NAME:SIZE, such as misgrouped:2"
+        raise RecipeError(f"--faults: got {text!r}; allowed: {allowed}") from None
     return validated(InjectedFault, {"name": name, "size": amount}, "--faults")

@@ -235,12 +235,10 @@ def unreadable_error(path: Path) -> UnreadableError:
         owner = pwd.getpwuid(status.st_uid).pw_name
     except KeyError:
         owner = f"user {status.st_uid}"
-    fix = f"{problem}; ask its owner {owner} for:"
-    if status.st_gid in (os.getegid(), *os.getgroups()):
-        return UnreadableError(f"{fix} chmod -R g+rX {shared}")
-    return UnreadableError(
-        f"{fix} chgrp -R GROUP {shared} && chmod -R g+rX {shared} (GROUP: one that you are in)"
-    )
+    command = f"chmod -R g+rX {shared}"
+    if status.st_gid not in (os.getegid(), *os.getgroups()):
+        command = f"chgrp -R GROUP {shared} && {command} (GROUP: one that you are in)"
+    return UnreadableError(f"{problem}; ask its owner {owner} for: {command}")
 
 
 def read_error(path: Path, error: OSError) -> StoreError:
@@ -497,9 +495,8 @@ def read_json(path: Path, max_bytes: int = MAX_FILE_BYTES) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise StoreError(f"{path}: got {type(content).__name__}; allowed: a JSON object")
     if is_too_deep(text, content):
-        raise StoreError(
-            f"{path}: got {shortened(content)}, nested more than {MAX_DEPTH} levels deep; restore it"
-        )
+        got = f"got {shortened(content)}, nested more than {MAX_DEPTH} levels deep"
+        raise StoreError(f"{path}: {got}; restore it")
     return content
 
 

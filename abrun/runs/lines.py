@@ -202,10 +202,8 @@ def row_problem(row: Mapping[str, Any]) -> str | None:
     """Return why an object is not a valid row of metrics; None if it is."""
     for key, value in row.items():
         if not isinstance(files.decode_non_finite(value), int | float | None) and key not in NON_METRIC_KEYS:
-            return (
-                f"{shortened(key)}: got {shortened(value)}; expected a number: "
-                "fix the trainer that wrote it and run again"
-            )
+            got = f"{shortened(key)}: got {shortened(value)}"
+            return f"{got}; expected a number: fix the trainer that wrote it and run again"
     return step_problem(row.get("step"), row.get("attempt", 1))
 
 

@@ -132,13 +132,11 @@ def _run(*argv: str) -> subprocess.CompletedProcess[str]:
     try:
         process = subprocess.run(argv, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     except FileNotFoundError:
-        raise LaunchError(
-            f"slurm: no command {argv[0]!r} on PATH; launch on a login node, or use --launcher local"
-        ) from None
+        elsewhere = "launch on a login node, or use --launcher local"
+        raise LaunchError(f"slurm: no command {argv[0]!r} on PATH; {elsewhere}") from None
     except subprocess.TimeoutExpired:
-        raise LaunchError(
-            f"slurm: {argv[0]}: no answer for {TIMEOUT_S:.0f} s; is the controller up?"
-        ) from None
+        silence = f"no answer for {TIMEOUT_S:.0f} s"
+        raise LaunchError(f"slurm: {argv[0]}: {silence}; is the controller up?") from None
     except OSError as error:
         raise SlurmError(argv[0], str(error)) from None
     if process.returncode and re.search(NOT_CONFIGURED, process.stderr):
@@ -384,11 +382,10 @@ class SlurmCluster(ClusterJobs):
         """Return why no machine could run the plan or Slurm never would; notes if pairs fit an allocation."""
         reasons = [*anywhere_refusals(plan), *separate_job_refusals(plan)]
         time, save_s = self._settings.time, self._settings.save_s
-        if time and save_s >= parse_time_limit(time):  # every start would be asked to stop at once
-            reasons.append(
-                f"launcher.save_s: got {save_s}, but launcher.time {time!r} is only "
-                f"{parse_time_limit(time):.0f} s; lower launcher.save_s, or ask for more time"
-            )
+        limit_s = parse_time_limit(time) if time else math.inf
+        if save_s >= limit_s:  # every start would be asked to stop at once
+            got = f"launcher.save_s: got {save_s}, but launcher.time {time!r} is only {limit_s:.0f} s"
+            reasons.append(f"{got}; lower launcher.save_s, or ask for more time")
         return reasons or self._find_slurm_problems(plan)
 
     def render_scripts(self, plan: ExperimentPlan, *, compare: bool) -> dict[str, str]:
