@@ -107,9 +107,9 @@ def _compare_with_first_node(run: RunDir, config: RunConfig, machine: Machine, m
         clocks = f"its clock and that of {first.host} are {apart_s:.0f} s apart"
         raise LaunchError(f"{host}: {clocks}; synchronise them")
     for name in sorted(versions.keys() | first.versions.keys()):
-        here, there = versions.get(name) or "(none)", first.versions.get(name) or "(none)"
-        if here != there:
-            problem = f"has {name} {here}, but {first.host} {there}"
+        version, first_version = versions.get(name) or "(none)", first.versions.get(name) or "(none)"
+        if version != first_version:
+            problem = f"has {name} {version}, but {first.host} {first_version}"
             raise LaunchError(f"{host}: {problem}; install the same on all nodes")
 
 

@@ -303,8 +303,8 @@ def _describe_difference(run: RunDir, config: RunConfig, *, can_rename_aliases: 
         recorded = recorded.model_copy(update={"trainer": trainer})
     differences = diff_configs(recorded, config)
     suffix = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
-    for key, (there, planned) in differences.items():
-        return f"{key} is {yaml_text(there)} there and {yaml_text(planned)} in the recipe{suffix}"
+    for key, (stored, planned) in differences.items():
+        return f"{key} is {yaml_text(stored)} there and {yaml_text(planned)} in the recipe{suffix}"
     return None
 
 

@@ -94,8 +94,8 @@ class Claim(Section):
             return raw
         if raw.get("margin") is not None:
             raise FieldError("got within and margin, which are the same; drop one of the two")
-        others = {key: value for key, value in raw.items() if key not in ("margin", "within")}
-        return others | {"margin": raw["within"]}
+        settings = {key: value for key, value in raw.items() if key not in ("margin", "within")}
+        return settings | {"margin": raw["within"]}
 
     @model_validator(mode="before")
     @classmethod

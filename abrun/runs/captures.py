@@ -138,9 +138,9 @@ def read_capture(folder: Path) -> Capture:
         names = {field.name for field in fields(Capture)} - {"folder", "tensors"}
         capture = Capture(folder=folder, tensors=tensors, **{name: content[name] for name in names})
         kinds, dtypes = {tensor.kind for tensor in tensors}, {tensor.dtype for tensor in tensors}
-        known = kinds <= {*get_args(Kind)} and dtypes <= {*MANTISSA_BITS, EXACT}
+        is_known = kinds <= {*get_args(Kind)} and dtypes <= {*MANTISSA_BITS, EXACT}
     except (KeyError, TypeError) as error:
         raise StoreError(f"{path}: damaged; capture the step again") from error
-    if not known or not (folder / VALUES).is_file():
+    if not is_known or not (folder / VALUES).is_file():
         raise StoreError(f"{path}: damaged; capture the step again")
     return capture
