@@ -11,7 +11,6 @@ from abrun.recipe.reading import nested
 from abrun.recipe.run import OwnRunConfig
 from abrun.runs.launches import write_config
 from abrun.runs.layout import RunName
-from abrun.runs.records import RunRecord
 from abrun.runs.rundir import RunDir
 
 QUICKSTART = Path(__file__).parents[1] / "recipes" / "quickstart.yaml"
@@ -38,13 +37,9 @@ def make_run(
 ) -> Path:
     """Write what a launcher tells a job; returns the directory."""
     weights = os.path.relpath(initial_weights, directory) if initial_weights else None
-    record = RunRecord(
-        experiment="x",
-        name=RunName(arm="baseline", seed=seed),
-        initial_weights=weights,
-        config=config.model_dump(mode="json"),
+    write_config(
+        RunDir(directory), "x", RunName(arm="baseline", seed=seed), config.model_dump(mode="json"), weights
     )
-    write_config(RunDir(directory), record)
     return directory
 
 

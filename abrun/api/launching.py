@@ -15,7 +15,7 @@ from abrun.errors import AbrunError, LaunchError, RecipeError
 from abrun.experiment.noise import declare_noise
 from abrun.experiment.options import LaunchOptions
 from abrun.experiment.plan import ExperimentPlan, RunName, make_draft
-from abrun.launch import stages
+from abrun.launch import derived_recipes
 from abrun.launch.cluster import ClusterJobs, find_cluster_jobs, make_cluster
 from abrun.launch.engine import Engine, make_engine
 from abrun.launch.prepare import resolve_experiment_dir
@@ -151,7 +151,7 @@ def _declare_stages(recipe: Recipe | CommandRecipe, options: LaunchOptions) -> R
             "between stages; use --launcher local, or declare compare.interim, launch all runs, and stop "
             "them with abrun stop once abrun compare decides"
         )
-    return stages.add_interim_analyses(recipe, options.max_seeds)
+    return derived_recipes.add_interim_analyses(recipe, options.max_seeds)
 
 
 def _run(
@@ -185,7 +185,7 @@ def _run_in_stages(
     """Run the pairs up to each interim analysis and judge, until decided or no further analysis can help."""
     recipe, outcome = planned.plan.recipe, None
     if options.resume:
-        stages.refuse_other_interim(recipe, planned.experiment_dir)
+        derived_recipes.refuse_other_interim(recipe, planned.experiment_dir)
     for num_pairs in recipe.compare.interim:
         outcome = _run(planned, options, console, planned.plan.runs_of_first_seeds(num_pairs))
         options = replace(options, resume=True)

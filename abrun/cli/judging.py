@@ -414,7 +414,7 @@ def power(
     """
     from abrun.experiment.noise import declare_noise
     from abrun.experiment.plan import make_draft
-    from abrun.launch.stages import add_interim_analyses
+    from abrun.launch.derived_recipes import add_interim_analyses
     from abrun.logs.recorded.stored import load_experiment
     from abrun.recipe.experiment import load_recipe
     from abrun.report.planning import PowerPlan, pilot_differences_text
@@ -572,7 +572,7 @@ def run_faults(
     """
     from abrun.api.launching import launch_recipe
     from abrun.experiment.options import LaunchOptions
-    from abrun.launch.sensitivity_recipe import make_sensitivity_recipe
+    from abrun.launch.derived_recipes import make_sensitivity_recipe
     from abrun.recipe.experiment import load_recipe
 
     faulty, not_injected = make_sensitivity_recipe(load_recipe(recipe, add_seeds(overrides, seeds)), names)

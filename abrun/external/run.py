@@ -18,31 +18,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from abrun import processes
 from abrun.errors import AbrunError, LaunchError, StoreError
 from abrun.experiment.command import node_variables
 from abrun.experiment.preflight.machine import cpu_name
 from abrun.logs import read_log
 from abrun.logs.aliases import FRAMEWORKS, rename_metrics
 from abrun.messages.codes import Code, Reason, in_words
-from abrun.processes import (
-    RUN_DIR_VARIABLE,
-    PauseDetector,
-    Popen,
-    StopRequests,
-    adopt_orphans,
-    catch_stop_signals,
-    count_oom_kills,
-    end_group,
-    ending_reason,
-    find_descendants,
-    find_run_processes,
-    kill_all,
-    poll_interval,
-    reap_orphans,
-    shell_exit_code,
-    start_process,
-    wait_for_exit,
-)
 from abrun.processes.capture import capture_output
 from abrun.processes.progress import MAX_STEPS, hang_timeout_s
 from abrun.recipe.command import SCRIPT_SUFFIXES as SUFFIXES
@@ -63,13 +45,13 @@ from abrun.runs.rundir import RunDir
 from abrun.runs.writer import FencedError, LostRowsError, RunWriter, begin_attempt
 
 RAY_NODE = Path(__file__).with_name("ray_node.py")
-POLL_S = poll_interval(1.0)
+POLL_S = processes.poll_interval(1.0)
 # Launchers wait 35 s before they kill.
 GRACE_S = 30.0
 # A command counts as hanging after this multiple of its longest step so far.
 STALL_FACTOR = 10
 # Between questions to Slurm about the job of `sbatch --wait`, which prints this line.
-ASK_SLURM_S = poll_interval(10.0)
+ASK_SLURM_S = processes.poll_interval(10.0)
 SUBMITTED = r"^Submitted batch job (\d+)"
 LIMITS = (Code.TIME_LIMIT_REACHED, Code.START_LIMIT_REACHED, Code.STALL_LIMIT_REACHED)
 # Exit codes, the same as those of abrun.trainer and its agent.
@@ -109,11 +91,8 @@ class _Run:
         self, run_dir: RunDir, config: CommandRunConfig, record: RunRecord, writer: RunWriter
     ) -> None:
         self._call, self._env = _fill_command(run_dir, config, record, writer.attempt)
-        self._run_dir = run_dir
-        self._config = config
-        self._writer = writer
-        self._log_start = 0
-        self._oom_kills = count_oom_kills()
+        self._run_dir, self._config, self._writer = run_dir, config, writer
+        self._log_start, self._oom_kills = 0, processes.count_oom_kills()
         self._follower = MetricsFollower(
             config.trainer.metrics, Path(self._call.metrics_path), config.trainer.aliases, run_dir
         )
@@ -121,7 +100,7 @@ class _Run:
         self._step, self._longest_step_s = 0, 0.0
         self._steps_s: list[float] = []
         self._ask_slurm_s, self._was_queued = 0.0, False
-        self._pauses = PauseDetector()
+        self._pauses = processes.PauseDetector()
 
     def run(self) -> int:
         call, trainer, writer = self._call, self._config.trainer, self._writer
@@ -139,14 +118,14 @@ class _Run:
         self._log_start = self._run_dir.log_size()
         log, log_bytes = self._run_dir.log, int(self._config.limits.log_mib * 2**20)
         with (
-            catch_stop_signals() as requests,
+            processes.catch_stop_signals() as requests,
             capture_output(log, log_bytes, current_mask().hide_bytes),
             _running(self._config, call, self._env, self._run_dir) as process,
         ):
             self._report_progress()
             status, stop_reason = self._follow(process, requests)
             if status is None:
-                end_group(process, GRACE_S, lambda: requests.is_forced)
+                processes.end_group(process, GRACE_S, lambda: requests.is_forced)
         self._copy_metrics(has_ended=True)
         if status is not None:
             return self._record_end(status)
@@ -157,12 +136,14 @@ class _Run:
         writer.interrupt(exit_code=INTERRUPTED, step=step, signal=requests.first_signal)
         return INTERRUPTED
 
-    def _follow(self, process: Popen, requests: StopRequests) -> tuple[int | None, Reason | None]:
+    def _follow(
+        self, process: processes.Popen, requests: processes.StopRequests
+    ) -> tuple[int | None, Reason | None]:
         """Copy metrics while the command runs. Return its exit status, or else the reason to end it."""
         while (
-            status := wait_for_exit(process, POLL_S, lambda: requests.first_signal)
+            status := processes.wait_for_exit(process, POLL_S, lambda: requests.first_signal)
         ) is None and requests.first_signal is None:
-            reap_orphans({process.pid})
+            processes.reap_orphans({process.pid})
             self._copy_metrics()
             problem = self._find_exceeded_limit() or self._follower.mistaken_alias
             if problem:
@@ -181,7 +162,8 @@ class _Run:
             return
         self._ask_slurm_s = now + ASK_SLURM_S
         jobs = re.findall(SUBMITTED, self._run_dir.read_log(self._log_start), re.MULTILINE)
-        if jobs and _is_queued(jobs[-1]):
+        query = ("squeue", "--noheader", f"--jobs={jobs[-1]}", "--format=%T") if jobs else ()
+        if query and {*_ask(*query).split()} == {"PENDING"}:
             self._started_s = self._last_step_s = now
             text = f"Slurm job {jobs[-1]} is queued"
             step, patience_s = self._follower.last_step, self._stall_limit_s
@@ -240,7 +222,7 @@ class _Run:
         step = self._follower.last_step
         problem = self._find_problem(status)
         if problem:
-            return self._fail(problem, shell_exit_code(status) or FAILED)
+            return self._fail(problem, processes.shell_exit_code(status) or FAILED)
         notes = [f"aliases: the log has no metric {name!r}" for name in self._follower.never_logged]
         if step < self._config.steps:
             notes.append(f"the metrics end at step {step} of {self._config.steps}")
@@ -253,9 +235,9 @@ class _Run:
         """Return why a command that has ended did not produce a complete run, or None."""
         if status:
             printed = self._run_dir.read_log(self._log_start)
-            ending = ending_reason(status, printed, self._oom_kills)
+            ending = processes.ending_reason(status, printed, self._oom_kills)
             return Code.SEE_LOG(ending=ending, log=self._run_dir.log)
-        if not self._follower.has_metrics:
+        if not self._follower.rows:
             metrics = self._config.trainer.metrics
             why = self._follower.problem or "; ".join(self._follower.notes) or "it holds no numbers"
             remedy = f"correct format or path, or read {self._run_dir.log}"
@@ -265,14 +247,13 @@ class _Run:
         return in_words(f"metrics: {problem}") if problem else None
 
 
-def _is_queued(job: str) -> bool:
-    """Return True if Slurm says that a job waits for its nodes."""
-    query = ["squeue", "--noheader", f"--jobs={job}", "--format=%T"]
+def _ask(*argv: str, env: Mapping[str, str] = os.environ, timeout_s: float = 60.0) -> str:
+    """Return what a program prints; nothing if it is missing, fails or does not answer in time."""
     try:
-        output = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return False
-    return {*output.split()} == {"PENDING"}
+        process = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=timeout_s, check=True)
+    except (OSError, subprocess.SubprocessError, ValueError):  # ValueError: it prints no text
+        return ""
+    return process.stdout
 
 
 def _fill_command(
@@ -295,7 +276,7 @@ def _fill_command(
         **call.env,
         "ABRUN_SEED": str(name.seed),
         "ABRUN_ARM": name.arm,
-        RUN_DIR_VARIABLE: os.path.realpath(run_path),
+        processes.RUN_DIR_VARIABLE: os.path.realpath(run_path),
         "ABRUN_ATTEMPT": str(attempt),
     }
 
@@ -303,12 +284,12 @@ def _fill_command(
 @contextlib.contextmanager
 def _running(
     config: CommandRunConfig, call: Invocation, env: Mapping[str, str], run_dir: RunDir
-) -> Iterator[Popen]:
+) -> Iterator[processes.Popen]:
     """Run this node's process in its own process group; kill everything that is left of it at the end.
 
     It is the command, or with `trainer.ray` what starts Ray here, and on the first node then the command.
     """
-    adopt_orphans()
+    processes.adopt_orphans()
     with contextlib.ExitStack() as stack:
         argv = call.argv
         if config.trainer.ray:
@@ -317,7 +298,7 @@ def _running(
             head = f"{env['ABRUN_HEAD_ADDRESS']}:{env['ABRUN_PORT']}"
             argv = [call.python, str(RAY_NODE), head, stack.enter_context(folder), *argv]
         try:
-            process = start_process(argv, env, death_signal=signal.SIGKILL, process_group=0)
+            process = processes.start_process(argv, env, death_signal=signal.SIGKILL, process_group=0)
         except OSError as error:
             field = "python" if config.trainer.ray else "argv"
             raise LaunchError(
@@ -327,7 +308,7 @@ def _running(
         try:
             yield process
         finally:
-            kill_all(lambda: find_descendants(os.getpid()) | find_run_processes(run_dir.path))
+            processes.kill_run(run_dir.path, os.getpid())
             process.wait()
 
 
@@ -338,17 +319,17 @@ def _run_on_other_node(run_dir: RunDir, config: CommandRunConfig, record: RunRec
     """
     before = max((launch.attempts for launch in run_dir.launches()), default=0)
     call, env = _fill_command(run_dir, config, record, before + 1)
-    log, log_start, oom_kills = run_dir.node_log(node), run_dir.log_size(node), count_oom_kills()
+    log, log_start, oom_kills = run_dir.node_log(node), run_dir.log_size(node), processes.count_oom_kills()
     end_s, has_ray = math.inf, config.trainer.ray
     with (
-        catch_stop_signals() as requests,
+        processes.catch_stop_signals() as requests,
         capture_output(log, int(config.limits.log_mib * 2**20), current_mask().hide_bytes),
         _running(config, call, env, run_dir) as process,
     ):
         while (
-            status := wait_for_exit(process, POLL_S, lambda: requests.first_signal and not has_ray)
+            status := processes.wait_for_exit(process, POLL_S, lambda: requests.first_signal and not has_ray)
         ) is None and time.monotonic() < end_s:
-            reap_orphans({process.pid})
+            processes.reap_orphans({process.pid})
             first, now = run_dir.attempt(), time.monotonic()
             if first.number > before and first.status != "running":  # the end of Ray's head is no failure
                 if has_ray:
@@ -357,13 +338,13 @@ def _run_on_other_node(run_dir: RunDir, config: CommandRunConfig, record: RunRec
             elif requests.first_signal:  # Ray's nodes stay until its driver has saved
                 end_s = min(end_s, now + GRACE_S if has_ray else now)
         if status is None and not has_ray:  # a node of Ray would wait for its tasks
-            end_group(process, GRACE_S, lambda: requests.is_forced)
+            processes.end_group(process, GRACE_S, lambda: requests.is_forced)
     if not status:
         return 0
     printed = run_dir.read_log(log_start, node=node)
-    cause = Code.SEE_LOG(ending=ending_reason(status, printed, oom_kills), log=log)
+    cause = Code.SEE_LOG(ending=processes.ending_reason(status, printed, oom_kills), log=log)
     _write_node_ending(run_dir, node, before, cause)
-    return shell_exit_code(status)
+    return processes.shell_exit_code(status)
 
 
 def _write_node_ending(run_dir: RunDir, node: int, previous_attempt: int, cause: Reason) -> None:
@@ -407,34 +388,20 @@ def describe_environment(
 def query_interpreter(python: str | None, packages: Sequence[str], env: Mapping[str, str]) -> dict[str, Any]:
     """Return what the command's own interpreter reports about itself, or {} if there is none to ask."""
     program = python and shutil.which(python, path=env.get("PATH"))
-    if not program:
-        return {}
-    try:
-        output = subprocess.run(
-            [program, "-c", VERSION_SCRIPT, *packages],
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=True,
-        ).stdout
-        answer = json.loads(output.splitlines()[-1])
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
-        return {}
-    return answer if isinstance(answer, dict) else {}
+    printed = _ask(program, "-c", VERSION_SCRIPT, *packages, env=env, timeout_s=120.0) if program else ""
+    with contextlib.suppress(ValueError, IndexError):
+        answer = json.loads(printed.splitlines()[-1])
+        return answer if isinstance(answer, dict) else {}
+    return {}
 
 
 def _list_gpus(env: Mapping[str, str]) -> list[str]:
     """Return the names of the GPUs that the command may use."""
     visible = env.get("CUDA_VISIBLE_DEVICES")
-    if visible == "":
-        return []
-    query = ["nvidia-smi", *(["-i", visible] if visible else []), "--query-gpu=name", "--format=csv,noheader"]
-    try:
-        output = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return [line.strip() for line in output.splitlines() if line.strip()]
+    chosen = ("-i", visible) if visible else ()
+    query = ("nvidia-smi", *chosen, "--query-gpu=name", "--format=csv,noheader")
+    printed = "" if visible == "" else _ask(*query)
+    return [line.strip() for line in printed.splitlines() if line.strip()]
 
 
 Row = dict[str, float]
@@ -455,9 +422,7 @@ class MetricsFollower:
     """
 
     def __init__(self, log: MetricsLog, path: Path, aliases: str | Mapping[str, str], run: RunDir) -> None:
-        self._log = log
-        self._path = path
-        self._run = run
+        self._log, self._path, self._run = log, path, run
         self._declared_aliases: Mapping[str, str] = {} if isinstance(aliases, str) else aliases
         self._aliases = FRAMEWORKS[aliases] if isinstance(aliases, str) else aliases
         self._written: dict[int, Row] = {}
@@ -480,11 +445,6 @@ class MetricsFollower:
     def rows(self) -> Mapping[int, Row]:
         """Rows of the run directory by step, written by this attempt or earlier ones."""
         return self._written
-
-    @property
-    def has_metrics(self) -> bool:
-        """Return True if any metrics have been read."""
-        return bool(self._written)
 
     @property
     def last_step(self) -> int:
@@ -558,9 +518,11 @@ class MetricsFollower:
     def _read(self) -> dict[int, Row]:
         log = read_log(self._path, self._log.format, step_column=self._log.step_column)
         self.notes = tuple(log.notes)
+        columns = {column: column for column in log.dropped if column not in self._aliases.values()}
+        columns |= {ours: theirs for ours, theirs in self._aliases.items() if theirs in log.dropped}
         self.text_values = {
             name: TextValues(at=log.unread[theirs], steps=log.dropped[theirs])
-            for name, theirs in _map_names(log.dropped, self._aliases).items()
+            for name, theirs in columns.items()
             if theirs in log.unread and name not in NON_METRIC_KEYS
         }
         self._logged = sorted(log.metrics)
@@ -574,13 +536,6 @@ class MetricsFollower:
         return rows
 
 
-def _map_names(columns: Iterable[str], aliases: Mapping[str, str]) -> dict[str, str]:
-    """Map each column's name in the run directory to the column."""
-    return {column: column for column in columns if column not in aliases.values()} | {
-        ours: theirs for ours, theirs in aliases.items() if theirs in columns
-    }
-
-
 def _is_written(row: Row, written: Row) -> bool:
     """Return True if all values of a row are already written. NaN equals NaN."""
     return all(
@@ -592,12 +547,9 @@ def _is_written(row: Row, written: Row) -> bool:
 def _fingerprint_files(path: Path) -> object:
     """Return a value that changes whenever a file of the log changes."""
     files_below = (Path(folder, name) for folder, _, names in os.walk(path) for name in names)
-    files = [path] if is_file(path) else sorted(files_below)
     states = []
-    for file in files:
-        try:
+    for file in [path] if is_file(path) else sorted(files_below):
+        with contextlib.suppress(OSError):  # just removed
             state = file.stat()
-        except OSError:  # just removed
-            continue
-        states.append((file, state.st_size, state.st_mtime_ns))
+            states.append((file, state.st_size, state.st_mtime_ns))
     return states

@@ -19,31 +19,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from abrun import processes
 from abrun.errors import AbrunError, LaunchError, StoreError
 from abrun.messages import sentence
 from abrun.messages.codes import Code, Reason
-from abrun.processes import (
-    MODULE_OPTIONS,
-    RUN_DIR_VARIABLE,
-    PauseDetector,
-    Popen,
-    StopRequests,
-    adopt_orphans,
-    catch_stop_signals,
-    count_oom_kills,
-    exit_like,
-    find_children,
-    find_descendants,
-    find_run_processes,
-    is_unexplained,
-    kill_all,
-    progress,
-    reap_orphans,
-    shell_exit_code,
-)
+from abrun.processes import progress
 from abrun.processes.capture import capture_output
 from abrun.processes.output import ignore_output_errors
-from abrun.processes.scratch import scratch_folder
 from abrun.runs.failures import ERROR_FILE, GRACE_S, POLL_S, cause_of, error_file, first_failure
 from abrun.runs.launches import write_ending
 from abrun.runs.records import NodeStatus, SilentRank
@@ -61,27 +43,25 @@ FAILED, TIMED_OUT = 2, 124  # exit codes, as of abrun.trainer and timeout(1)
 def main() -> int:
     """Run the agent; return its exit code."""
     options = parse_options()
-    os.environ[RUN_DIR_VARIABLE] = os.path.realpath(options.directory)
+    os.environ[processes.RUN_DIR_VARIABLE] = os.path.realpath(options.directory)
     os.environ[progress.AGENT_PID_VARIABLE] = str(os.getpid())
-    adopt_orphans()
+    processes.adopt_orphans()
     run = RunDir(options.directory)
     hide_secrets_of(os.environ)
     mask = current_mask()
     with (
-        catch_stop_signals() as requests,
+        processes.catch_stop_signals() as requests,
         capture_output(run.log, int(options.log_mib * 2**20), mask.hide_bytes),
     ):
         previous_attempt = run.last_attempt
         try:
             with _scratch(_local_ranks(options)) as (scratch, status_lines):
-                notes = _NodeNotes(
-                    run, previous_attempt, options.node, options.nodes, limit_s=options.stalled_s
-                )
-                status, reason = _run_and_watch(options, requests, scratch, status_lines, notes)
+                watch = _Watchdog(requests, options, scratch, status_lines, _NodeNotes(run, options))
+                status, reason = _run_and_watch(options, scratch, watch)
         except LaunchError as error:
             status, reason = FAILED, error.reason
         _record_ending(run, options.node, previous_attempt, status, reason, requests.first_signal)
-    return exit_like(status)
+    return processes.exit_like(status)
 
 
 def parse_options() -> argparse.Namespace:
@@ -105,22 +85,17 @@ def _local_ranks(options: argparse.Namespace) -> range:
 
 
 def _run_and_watch(
-    options: argparse.Namespace,
-    requests: StopRequests,
-    scratch: Path,
-    status_lines: Mapping[int, int],
-    notes: "_NodeNotes",
+    options: argparse.Namespace, scratch: Path, watch: "_Watchdog"
 ) -> tuple[int, Reason | None]:
     """Run the ranks under a watchdog; return their exit status and the reason of a failure."""
     os.environ[progress.FOLDER_VARIABLE] = str(scratch)
-    watch = _Watchdog(requests, options, scratch, status_lines, notes)
     try:
         status, reason = _run_ranks(options, scratch, watch.start)
     finally:
         watch.done.set()
         if watch.is_alive():
             watch.join()
-        kill_all(lambda: find_descendants(os.getpid()) | find_run_processes(options.directory))
+        processes.kill_run(options.directory, os.getpid())
     return (TIMED_OUT, watch.ended_because) if watch.ended_because else (status, reason)
 
 
@@ -129,7 +104,7 @@ def _scratch(ranks: range) -> Iterator[tuple[Path, dict[int, int]]]:
     """Yield a temporary folder shared by agent and ranks, and the ranks' heartbeat files in it, opened."""
     with contextlib.ExitStack() as stack:
         try:
-            folder = stack.enter_context(scratch_folder())
+            folder = stack.enter_context(processes.scratch_folder())
             lines = stack.enter_context(progress.open_status_lines(folder, ranks))
         except OSError as error:
             raise LaunchError(f"temporary files: {error}; free some space there, or set TMPDIR") from None
@@ -143,11 +118,11 @@ def _run_ranks(
 
     `on_started` is called after the ranks have been started.
     """
-    oom_kills_before, log_start = count_oom_kills(), RunDir(options.directory).log_size()
+    oom_kills_before, log_start = processes.count_oom_kills(), RunDir(options.directory).log_size()
     try:
-        with _start_ranks(options, scratch) as processes:
+        with _start_ranks(options, scratch) as started:
             on_started()
-            failure = first_failure(processes, scratch)
+            failure = first_failure(started, scratch)
     except (OSError, OverflowError, ValueError) as error:  # an invalid port raises the latter two
         raise LaunchError(f"node {options.node} cannot start its ranks: {error}") from None
     if failure is None:
@@ -162,7 +137,7 @@ def _run_ranks(
 
 
 @contextlib.contextmanager
-def _start_ranks(options: argparse.Namespace, scratch: Path) -> Iterator[dict[int, Popen]]:
+def _start_ranks(options: argparse.Namespace, scratch: Path) -> Iterator[dict[int, processes.Popen]]:
     """Yield the rank processes of this node. Rank 0 inherits the socket of the rendezvous.
 
     The agent keeps the socket open as well: if rank 0 dies before it serves, the other ranks wait until they
@@ -174,7 +149,7 @@ def _start_ranks(options: argparse.Namespace, scratch: Path) -> Iterator[dict[in
         if 0 in ranks:
             rendezvous = stack.enter_context(_listen(int(port), all_interfaces=bool(options.meet)))
             port, inherited[0] = rendezvous.getsockname()[1], rendezvous.fileno()
-        command = [sys.executable, "-u", *MODULE_OPTIONS, options.module, str(options.directory)]
+        command = [sys.executable, "-u", *processes.MODULE_OPTIONS, options.module, str(options.directory)]
         yield {
             rank: subprocess.Popen(
                 command,
@@ -240,10 +215,10 @@ def _record_ending(
     try:
         writer = resume_abandoned_attempt(run, previous_attempt, interrupted=status == TIMED_OUT)
         if writer and stop_signal:
-            writer.interrupt(exit_code=shell_exit_code(status), signal=stop_signal)
+            writer.interrupt(exit_code=processes.shell_exit_code(status), signal=stop_signal)
         elif writer and reason:
-            ending = Code.SEE_LOG(ending=reason, log=run.log) if is_unexplained(reason) else reason
-            writer.fail(ending, exit_code=shell_exit_code(status))
+            ending = Code.SEE_LOG(ending=reason, log=run.log) if processes.is_unexplained(reason) else reason
+            writer.fail(ending, exit_code=processes.shell_exit_code(status))
     except AbrunError as error:
         print(f"error: {error}", file=sys.stderr)
 
@@ -251,12 +226,10 @@ def _record_ending(
 class _NodeNotes:
     """Notes of each node about its ranks, in the run directory: for run status and for the other nodes."""
 
-    def __init__(
-        self, run: RunDir, previous_attempt: int, node: int, num_nodes: int, *, limit_s: float
-    ) -> None:
-        self._run, self._previous_attempt = run, previous_attempt
-        self._node, self._num_nodes = node, num_nodes
-        self._limit_s = None if math.isinf(limit_s) else limit_s
+    def __init__(self, run: RunDir, options: argparse.Namespace) -> None:
+        self._run, self._previous_attempt = run, run.last_attempt
+        self._node, self._num_nodes = options.node, options.nodes
+        self._limit_s = None if math.isinf(options.stalled_s) else options.stalled_s
         self._attempt = 0
         self._written_s = -math.inf
         self._activity = ""
@@ -327,7 +300,7 @@ class _Watchdog(threading.Thread):
 
     def __init__(
         self,
-        requests: StopRequests,
+        requests: processes.StopRequests,
         options: argparse.Namespace,
         scratch: Path,
         lines: Mapping[int, int],
@@ -336,12 +309,9 @@ class _Watchdog(threading.Thread):
         super().__init__(daemon=True)
         self.done = threading.Event()
         self.ended_because: Reason | None = None
-        self._requests = requests
-        self._limits = options
+        self._requests, self._limits, self._notes = requests, options, notes
         self._scratch, self._lines = scratch, lines
-        self._notes = notes
-        self._began_s = time.monotonic()
-        self._awake = PauseDetector()
+        self._began_s, self._awake = time.monotonic(), processes.PauseDetector()
         self._signalled_pids = set[int]()
         self._kill_at_s = math.inf
 
@@ -351,19 +321,16 @@ class _Watchdog(threading.Thread):
             if not self.ended_because and now - self._began_s > self._limits.run_s:
                 self.ended_because = Code.TIME_LIMIT_REACHED(limit_s=self._limits.run_s)
             if self.ended_because or self._requests.first_signal is not None:
-                self._ask_to_stop(now)
+                self._kill_at_s = min(self._kill_at_s, now + self._limits.grace_s)
+                # Once to every rank, including later ones, so that they save a checkpoint
+                for pid in processes.find_children(os.getpid()) - self._signalled_pids:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGTERM)
+                    self._signalled_pids.add(pid)
             hanging = self._check_for_hang(now, signs)
             self.ended_because = hanging or self.ended_because
             if hanging or now > self._kill_at_s or self._requests.is_forced:
-                kill_all(lambda: find_descendants(os.getpid()))
-
-    def _ask_to_stop(self, now: float) -> None:
-        """Send SIGTERM once to every rank, including later ones, so that they save a checkpoint."""
-        self._kill_at_s = min(self._kill_at_s, now + self._limits.grace_s)
-        for pid in find_children(os.getpid()) - self._signalled_pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM)
-            self._signalled_pids.add(pid)
+                processes.kill_all(lambda: processes.find_descendants(os.getpid()))
 
     def _check_for_hang(self, now: float, signs: Mapping[int, progress.RankStatus]) -> Reason | None:
         """Return the reason to end the run if all ranks have been silent for too long, else None.
@@ -373,7 +340,7 @@ class _Watchdog(threading.Thread):
         """
         all_begun = len(signs) == self._limits.ranks
         if all_begun:
-            reap_orphans({sign.pid for sign in signs.values()})
+            processes.reap_orphans({sign.pid for sign in signs.values()})
         last_s = max((sign.time_s for sign in signs.values()), default=self._began_s)
         silent_s = now - max(last_s, self._awake.running_since_s())
         patience_s = max(sign.hang_timeout_s for sign in signs.values()) if all_begun else math.inf
@@ -390,15 +357,11 @@ class _Watchdog(threading.Thread):
         other_nodes = self._notes.other_nodes()
         if any(note.silent_s <= limit_s for note in other_nodes):
             return None
-        silent_ranks: list[tuple[SilentRank, str | None]] = [
-            (rank, None) for rank in self._locate_ranks(signs)
-        ]
-        silent_ranks += [(rank, note.host) for note in other_nodes for rank in note.ranks]
-        silent_ranks.sort(key=lambda rank_and_host: rank_and_host[0].waits)
-        silence = silent_ranks_reason(
-            silent_s, silent_ranks, 0 if all_begun else self._limits.ranks - len(signs)
-        )
-        return Code.STALL_LIMIT_REACHED(silence=silence)
+        ranks: list[tuple[SilentRank, str | None]] = [(rank, None) for rank in self._locate_ranks(signs)]
+        ranks += [(rank, note.host) for note in other_nodes for rank in note.ranks]
+        ranks.sort(key=lambda rank_and_host: rank_and_host[0].waits)
+        num_unstarted = self._limits.ranks - len(signs)
+        return Code.STALL_LIMIT_REACHED(silence=silent_ranks_reason(silent_s, ranks, num_unstarted))
 
     def _locate_ranks(self, signs: Mapping[int, progress.RankStatus]) -> list[SilentRank]:
         """Return what each rank is doing, ranks that do not wait for others first."""

@@ -15,7 +15,7 @@ from abrun.messages.numbers import count_text
 from abrun.recipe.implementations import find_scheduler, scheduler_names
 from abrun.recipe.launcher import LauncherSettings
 from abrun.runs.experiment import open_experiment
-from abrun.runs.files import read_tail
+from abrun.runs.files import read_tail, write_json
 from abrun.runs.lock import find_owner
 from abrun.runs.state import RunState
 
@@ -37,7 +37,9 @@ class ClusterJobs(ABC):
 
     query_interval_s: ClassVar[float]
     folder: ClassVar[str]  # folder in an experiment; no arm can have this name
-    cleared_fields: ClassVar[Mapping[str, Any]]  # record fields that `clear_jobs` writes
+    record_name: ClassVar[str]  # of the file in it that records the jobs
+    cleared_fields: ClassVar[Mapping[str, Any]]  # of the record, when no job is submitted
+    job_fields: ClassVar[tuple[str, ...]]  # of the record; one has a value once jobs are submitted
 
     def __init__(self, experiment_dir: Path, settings: Any = None, num_jobs: int | None = None) -> None:
         """Take the launcher's `settings` and `num_jobs` (parallel runs), which only a launch has."""
@@ -67,13 +69,13 @@ class ClusterJobs(ABC):
     def read(experiment_dir: Path) -> dict[str, Any]:
         """Return the record of an experiment, or an empty one."""
 
-    @staticmethod
-    @abstractmethod
-    def write(experiment_dir: Path, content: Mapping[str, Any]) -> None: ...
+    def write(self, content: Mapping[str, Any]) -> None:
+        """Replace the record of the experiment."""
+        write_json(self._experiment_dir / self.folder / self.record_name, content)
 
     @property
-    @abstractmethod
-    def is_submitted(self) -> bool: ...
+    def is_submitted(self) -> bool:
+        return any(map(self._record.get, self.job_fields))
 
     @property
     @abstractmethod
@@ -105,13 +107,13 @@ class ClusterJobs(ABC):
     def cancel(self) -> None:
         """End the jobs and record that they were cancelled."""
         self._record = {**self.read(self._experiment_dir), "cancelled": True}
-        self.write(self._experiment_dir, self._record)
+        self.write(self._record)
         self.stop_jobs()
         self._queried_s = None
 
     def clear_jobs(self) -> None:
         """Clear ended jobs from the record, so that new ones can be submitted."""
-        self.write(self._experiment_dir, {**self._record, **self.cleared_fields})
+        self.write({**self._record, **self.cleared_fields})
 
     def read_compare_log(self) -> str | None:
         """Return the output of the compare job, or None if there is no such job."""
@@ -186,7 +188,6 @@ def cancel_experiment(experiment_dir: Path) -> str:
     try:
         os.kill(owner.pid, signal.SIGTERM)
     except OSError as error:
-        raise LaunchError(
-            f"{experiment_dir}: {owner} is launching it and cannot be reached: {error}"
-        ) from None
+        problem = f"{owner} is launching it and cannot be reached: {error}"
+        raise LaunchError(f"{experiment_dir}: {problem}") from None
     return f"asked {owner} to stop: its runs save checkpoints first"

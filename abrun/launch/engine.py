@@ -3,6 +3,8 @@
 Runs report through their directories, not through the engine.
 """
 
+import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
@@ -23,7 +25,6 @@ class StartedRun(Protocol):
     @property
     def pid(self) -> int | None:
         """Pid of the run's first process, if it is on this host."""
-        ...
 
     @property
     def is_lost(self) -> bool:
@@ -32,19 +33,17 @@ class StartedRun(Protocol):
 
     def poll(self) -> int | None:
         """Return the exit status, negative for a signal, or None while the run is active."""
-        ...
 
     def stop(self, *, kill: bool) -> None:
         """Ask the run to save a checkpoint and end, or kill all its processes."""
-        ...
 
 
-class Engine(Protocol):
+class Engine(ABC):
     """A launcher's engine, constructed with the maximum number of parallel runs (`--jobs`) or None."""
 
     def find_problems(self, plan: ExperimentPlan) -> list[str]:
-        """Return the reasons why the plan cannot run here."""
-        ...
+        """Return the reasons why the plan cannot run here; none if nodes report their own problems."""
+        return []
 
     def prepare_for(
         self, runs: Sequence[tuple[RunDir, RunConfig]], say: Callable[[str], object]
@@ -53,15 +52,15 @@ class Engine(Protocol):
 
         `say` is called with notes for the user.
         """
-        ...
+        return contextlib.nullcontext()
 
+    @abstractmethod
     def find_devices(self, run: RunDir, config: RunConfig) -> Devices | None:
         """Return the devices on which a run could start now, or None if it must wait."""
-        ...
 
+    @abstractmethod
     def start(self, run: RunDir, config: RunConfig, devices: Devices) -> StartedRun:
         """Start a run, with output to its log. It holds its devices until `poll` returns its exit status."""
-        ...
 
 
 def make_engine(launcher: str, num_jobs: int | None) -> Engine:

@@ -16,20 +16,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from abrun import processes
 from abrun.errors import StoreError
 from abrun.launch.engine import Devices
-from abrun.processes import (
-    ENGINE_HOST_VARIABLE,
-    MODULE_OPTIONS,
-    RUN_DIR_VARIABLE,
-    Popen,
-    find_descendants,
-    kill_all,
-    progress,
-    start_process,
-    wait_for_exit,
-)
-from abrun.processes.scratch import scratch_folder
+from abrun.processes import progress
 from abrun.recipe.run import OwnRunConfig, RunConfig
 from abrun.runs.files import open_log
 from abrun.runs.layout import engine_log_name
@@ -72,7 +62,7 @@ class HostSet:
     settings: str
     environment: Mapping[str, str]  # of the run, without its mark
     sockets: Sequence[Path]
-    processes: Sequence[Popen]
+    processes: Sequence[processes.Popen]
 
     @property
     def is_alive(self) -> bool:
@@ -81,8 +71,8 @@ class HostSet:
     def end(self, grace_s: float = 0.0) -> None:
         """Kill the processes, which hold no state to save, unless they end by themselves within `grace_s`."""
         for process in self.processes:
-            if wait_for_exit(process, grace_s, lambda: False) is None:
-                kill_all(lambda process=process: find_descendants(process.pid))
+            if processes.wait_for_exit(process, grace_s, lambda: False) is None:
+                processes.kill_all(lambda process=process: processes.find_descendants(process.pid))
                 process.kill()
             process.wait()
 
@@ -103,7 +93,7 @@ class EngineHosts:
         """Return the variables, in addition to `env`, of a run that is about to start on these devices."""
         settings = engine_settings(config)
         self._waiting.pop(run.path, None)
-        environment = {name: value for name, value in env.items() if name != RUN_DIR_VARIABLE}
+        environment = {name: value for name, value in env.items() if name != processes.RUN_DIR_VARIABLE}
         # The memory of idle hosts that cannot serve the run is the run's.
         on_gpu, served = set(devices) - {"cpu"}, (settings, environment)
 
@@ -114,8 +104,7 @@ class EngineHosts:
         self._end_idle(is_useless)
         if settings is None or self._num_runs[settings] == 1:
             return {}
-        fitting = (idle for idle in self._idle if (idle.settings, idle.environment) == served)
-        hosts = next(fitting, None)
+        hosts = next((idle for idle in self._idle if (idle.settings, idle.environment) == served), None)
         if hosts:
             self._idle.remove(hosts)
         else:
@@ -124,7 +113,7 @@ class EngineHosts:
         if not hosts:
             return {}
         self._lent[run.path] = hosts
-        return {ENGINE_HOST_VARIABLE: os.pathsep.join(map(str, hosts.sockets))}
+        return {processes.ENGINE_HOST_VARIABLE: os.pathsep.join(map(str, hosts.sockets))}
 
     def take_back(self, run: RunDir, *, finished: bool) -> None:
         """Keep the hosts of an ended run for the next one, or end them."""
@@ -142,15 +131,14 @@ class EngineHosts:
         self._lent.clear()
 
     def _end_idle(self, is_useless: Callable[[HostSet], bool]) -> None:
-        useless = [hosts for hosts in self._idle if is_useless(hosts)]
-        for hosts in useless:
+        for hosts in [hosts for hosts in self._idle if is_useless(hosts)]:
             hosts.end()
             self._idle.remove(hosts)
 
     def _start(self, run: RunDir, settings: str, environment: Mapping[str, str], num_ranks: int) -> HostSet:
         """Start a host for each rank; it reads its settings from the run. Raises OSError."""
-        sockets, processes = list[Path](), list[Popen]()
-        hosts = HostSet(settings, environment, sockets, processes)
+        sockets, started = list[Path](), list[processes.Popen]()
+        hosts = HostSet(settings, environment, sockets, started)
         gpus = environment["CUDA_VISIBLE_DEVICES"].split(",")
         try:
             for rank in range(num_ranks):
@@ -171,8 +159,8 @@ class EngineHosts:
                 ):
                     listener.bind(str(sockets[-1]))
                     listener.listen(1)
-                    command = [sys.executable, "-u", *MODULE_OPTIONS, *HOST_COMMAND]
-                    process = start_process(
+                    command = [sys.executable, "-u", *processes.MODULE_OPTIONS, *HOST_COMMAND]
+                    process = processes.start_process(
                         [*command, str(listener.fileno()), str(run.path)],
                         {**environment, **variables},
                         death_signal=signal.SIGTERM,  # ends when its run has saved a checkpoint
@@ -181,7 +169,7 @@ class EngineHosts:
                         stderr=subprocess.STDOUT,
                         start_new_session=True,  # Ctrl-C must reach the launcher alone
                     )
-                    processes.append(process)
+                    started.append(process)
         except BaseException:
             hosts.end()
             raise
@@ -197,7 +185,7 @@ def engine_hosts_for(runs: Sequence[tuple[RunDir, RunConfig]]) -> Iterator[Engin
         return
     with contextlib.ExitStack() as stack:
         try:
-            folder = stack.enter_context(scratch_folder())
+            folder = stack.enter_context(processes.scratch_folder())
         except OSError:  # the runs will report the same problem
             yield None
             return

@@ -8,21 +8,14 @@ import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from abrun import processes
 from abrun.experiment.command import run_command, run_environment
 from abrun.experiment.plan import ExperimentPlan
 from abrun.experiment.preflight.checks import find_problems
 from abrun.experiment.preflight.machine import Machine, this_machine
-from abrun.launch.engine import Devices
+from abrun.launch.engine import Devices, Engine
 from abrun.launch.hosts import EngineHosts, engine_hosts_for
 from abrun.launch.mps import NO_DAEMON, PIPE_VARIABLE, MpsService, is_served, mps_for, shares_by_mps
-from abrun.processes import (
-    Popen,
-    find_descendants,
-    find_run_processes,
-    kill_all,
-    start_process,
-    wait_for_exit,
-)
 from abrun.recipe.run import RunConfig
 from abrun.runs.files import open_log
 from abrun.runs.launches import update_launch
@@ -84,7 +77,7 @@ def count_parallel_runs(machine: Machine, num_jobs: int | None, configs: Iterabl
     return count
 
 
-class LocalEngine:
+class LocalEngine(Engine):
     """Starts each run in its own session, on devices with a free place."""
 
     def __init__(self, num_jobs: int | None = None) -> None:
@@ -131,15 +124,11 @@ class LocalEngine:
                 hosts.take_back(run, finished=False)
             raise
         self._slots.take(devices)
-        on_end = (
-            (lambda finished: hosts.take_back(run, finished=finished)) if hosts else lambda finished: None
-        )
-        return LocalRun(run, process, devices, self._slots, on_end)
+        return LocalRun(run, process, devices, self._slots, hosts)
 
-    def _start_process(self, run: RunDir, command: list[str], env: Mapping[str, str]) -> Popen:
-        """Start a run's first process."""
+    def _start_process(self, run: RunDir, command: list[str], env: Mapping[str, str]) -> processes.Popen:
         with open_log(run.log) as output:
-            return start_process(
+            return processes.start_process(
                 command,
                 env,
                 death_signal=signal.SIGTERM,  # ends with the launcher, after a checkpoint
@@ -171,10 +160,10 @@ class LocalRun:
     """First process of a run, which passes SIGTERM on to the run's other processes."""
 
     run: RunDir
-    process: Popen
+    process: processes.Popen
     devices: Devices
     slots: Slots
-    on_end: Callable[[bool], None] = lambda finished: None  # called once, with whether the run has finished
+    hosts: EngineHosts | None = None  # that may have been lent to it
     is_lost: bool = False  # always: losing this machine would end the launcher too
     ended: bool = False
 
@@ -187,8 +176,9 @@ class LocalRun:
         if status is not None and not self.ended:
             self.ended = True
             # A first process that was killed could not end the others.
-            kill_all(lambda: find_run_processes(self.run.path))
-            self.on_end(status == 0)
+            processes.kill_all(lambda: processes.find_run_processes(self.run.path))
+            if self.hosts:
+                self.hosts.take_back(self.run, finished=status == 0)
             self.slots.release(self.devices)
         return status
 
@@ -197,7 +187,7 @@ class LocalRun:
             self.process.terminate()
             return
         if self.process.poll() is None:
-            kill_all(lambda: find_descendants(self.pid) | find_run_processes(self.run.path))
+            processes.kill_run(self.run.path, self.pid)
             self.process.kill()  # in case its environment was unreadable
-        wait_for_exit(self.process, math.inf, lambda: False)
+        processes.wait_for_exit(self.process, math.inf, lambda: False)
         self.poll()

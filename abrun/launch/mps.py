@@ -19,16 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from abrun.processes import (
-    MODULE_OPTIONS,
-    Popen,
-    adopt_orphans,
-    find_descendants,
-    find_processes_with,
-    kill_all,
-    start_process,
-    wait_for_exit,
-)
+from abrun import processes
 from abrun.recipe.run import RunConfig
 
 # docs.nvidia.com/deploy/mps: the daemon (-f: in the foreground), and its clients' variables
@@ -50,12 +41,12 @@ class MpsService:
     def __init__(self) -> None:
         """Start the daemon. Raises OSError if it does not start."""
         self._folder = Path(tempfile.mkdtemp(prefix="abrun-mps-"))
-        self._keeper: Popen | None = None
+        self._keeper: processes.Popen | None = None
         try:
             for name in ("pipes", "logs"):
                 (self._folder / name).mkdir()
-            self._keeper = start_process(
-                [sys.executable, *MODULE_OPTIONS, "abrun.launch.mps", str(self._folder)],
+            self._keeper = processes.start_process(
+                [sys.executable, *processes.MODULE_OPTIONS, "abrun.launch.mps", str(self._folder)],
                 {**os.environ, **_variables_of(self._folder)},
                 death_signal=signal.SIGTERM,
                 stdout=subprocess.DEVNULL,
@@ -80,8 +71,9 @@ class MpsService:
     def close(self) -> None:
         if self._keeper:
             self._keeper.terminate()
-            if wait_for_exit(self._keeper, CLIENTS_TIMEOUT_S + 2 * END_TIMEOUT_S, lambda: False) is None:
-                kill_all(lambda pid=self._keeper.pid: find_descendants(pid))
+            timeout_s = CLIENTS_TIMEOUT_S + 2 * END_TIMEOUT_S
+            if processes.wait_for_exit(self._keeper, timeout_s, lambda: False) is None:
+                processes.kill_all(lambda pid=self._keeper.pid: processes.find_descendants(pid))
                 self._keeper.kill()
                 self._keeper.wait()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -148,10 +140,10 @@ def main() -> int:
         is_stopping = True
 
     signal.signal(signal.SIGTERM, stop)
-    adopt_orphans()  # servers of a daemon that is killed
+    processes.adopt_orphans()  # servers of a daemon that is killed
     # The daemon would number the visible GPUs anew, and runs name them as nvidia-smi does
     env = {key: value for key, value in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"}
-    daemon = start_process(
+    daemon = processes.start_process(
         [DAEMON, "-f"],
         env | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
         death_signal=signal.SIGTERM,
@@ -159,18 +151,18 @@ def main() -> int:
         stderr=subprocess.DEVNULL,
     )
     try:
-        wait_for_exit(daemon, float("inf"), lambda: is_stopping)
+        processes.wait_for_exit(daemon, float("inf"), lambda: is_stopping)
         deadline = time.monotonic() + CLIENTS_TIMEOUT_S
         while daemon.poll() is None and time.monotonic() < deadline:
             # What may use the daemon: processes with its variable, without itself and its servers
-            users = find_processes_with(PIPE_VARIABLE, _variables_of(folder)[PIPE_VARIABLE])
-            if not users - {psutil.Process(), *find_descendants(os.getpid())}:
+            users = processes.find_processes_with(PIPE_VARIABLE, _variables_of(folder)[PIPE_VARIABLE])
+            if not users - {psutil.Process(), *processes.find_descendants(os.getpid())}:
                 break
             time.sleep(10 * POLL_S)
     finally:
         daemon.terminate()
-        wait_for_exit(daemon, END_TIMEOUT_S, lambda: False)
-        kill_all(lambda: find_descendants(os.getpid()))  # its servers
+        processes.wait_for_exit(daemon, END_TIMEOUT_S, lambda: False)
+        processes.kill_all(lambda: processes.find_descendants(os.getpid()))  # its servers
         shutil.rmtree(folder, ignore_errors=True)
     return 0
 

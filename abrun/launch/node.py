@@ -34,6 +34,7 @@ PACKAGE = Path(__file__).parents[1]
 GPU_POSITIONS = "ABRUN_GPU_POSITIONS"
 FIRST_NODE_TIMEOUT_S = 120.0  # some file systems show a new file after a minute
 MAX_CLOCK_DIFFERENCE_S = 5.0
+SHARE_RUNS = "launch with --runs-dir on a file system that all nodes share"
 
 
 def main() -> int:
@@ -54,10 +55,7 @@ def make_agent_command(run: RunDir, meeting: Rendezvous, seen_on: str) -> tuple[
     """Return command and environment of this node's agent. Raises LaunchError for what the node lacks."""
     host = socket.gethostname()
     if not run.exists:
-        raise LaunchError(
-            f"{run.path}: exists on {seen_on}, but not on {host}; launch with --runs-dir on a file system "
-            "that all nodes share"
-        )
+        raise LaunchError(f"{run.path}: exists on {seen_on}, but not on {host}; {SHARE_RUNS}")
     config = parse_stored_run(run.record().config, str(run.path))
     machine = this_machine()
     if positions := os.environ.get(GPU_POSITIONS):
@@ -102,22 +100,17 @@ def _compare_with_first_node(run: RunDir, config: RunConfig, machine: Machine, m
     deadline = time.monotonic() + FIRST_NODE_TIMEOUT_S
     while (first := read_first_node(run)).start != meeting.address:
         if time.monotonic() > deadline:
-            raise LaunchError(
-                f"{host}: does not see what {head} wrote to {run.path} {FIRST_NODE_TIMEOUT_S:.0f} s ago; "
-                "launch with --runs-dir on a file system that all nodes share"
-            )
+            unseen = f"what {head} wrote to {run.path} {FIRST_NODE_TIMEOUT_S:.0f} s ago"
+            raise LaunchError(f"{host}: does not see {unseen}; {SHARE_RUNS}")
         time.sleep(0.2)
     if (apart_s := abs(clock_s - first.clock_s)) > MAX_CLOCK_DIFFERENCE_S:
-        raise LaunchError(
-            f"{host}: its clock and that of {first.host} are {apart_s:.0f} s apart; synchronise them"
-        )
+        clocks = f"its clock and that of {first.host} are {apart_s:.0f} s apart"
+        raise LaunchError(f"{host}: {clocks}; synchronise them")
     for name in sorted(versions.keys() | first.versions.keys()):
-        here, there = versions.get(name), first.versions.get(name)
-        if here != there:
-            raise LaunchError(
-                f"{host}: has {name} {here or '(none)'}, but {first.host} {there or '(none)'}; install the "
-                "same on all nodes"
-            )
+        version, first_version = versions.get(name) or "(none)", first.versions.get(name) or "(none)"
+        if version != first_version:
+            problem = f"has {name} {version}, but {first.host} {first_version}"
+            raise LaunchError(f"{host}: {problem}; install the same on all nodes")
 
 
 def _allow_steps(env: Mapping[str, str], nodes: int) -> dict[str, str]:

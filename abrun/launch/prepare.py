@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from abrun.recipe.algorithms import PolicyGradientSettings
 from abrun.recipe.command import Command, CommandRunConfig
 from abrun.recipe.experiment import BASELINE, parse_stored_run, refuse_removed_settings
 from abrun.recipe.run import RunConfig
+from abrun.runs import files
 from abrun.runs.experiment import (
     REFERENCE,
     WARM_STARTS,
@@ -35,46 +36,30 @@ from abrun.runs.experiment import (
     warm_start_dir,
     write_experiment,
 )
-from abrun.runs.files import (
-    is_directory,
-    is_file,
-    partial_files,
-    remove_partial_files,
-    wrap_read_errors,
-    wrap_write_errors,
-    write_file,
-)
 from abrun.runs.launches import write_config
 from abrun.runs.layout import EXPERIMENT, NAME_PATTERN
 from abrun.runs.lock import LOCK, Lease, launcher_lock
-from abrun.runs.records import RunRecord
 from abrun.runs.redaction import yaml_text
 from abrun.runs.rundir import RunDir
 
 Say = Callable[[str], object]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedExperiment:
-    """An experiment that this process owns, with every run's `config.json` written."""
-
-    experiment_dir: Path
-    lease: Lease
-    git: dict[str, Any] | None  # the code checkout
-
-
 @contextlib.contextmanager
 def prepare_experiment(
     plan: ExperimentPlan, options: LaunchOptions, problems: list[str], say: Say
-) -> Iterator[PreparedExperiment]:
-    """Own the directory of a plan without problems. Raises the same errors as `own_experiment`."""
+) -> Iterator[tuple[Path, Lease, dict[str, Any] | None]]:
+    """Own the directory of a plan without problems; yield it, its lease and the code checkout.
+
+    Raises the same errors as `own_experiment`.
+    """
     experiment_dir = resolve_experiment_dir(plan.recipe.name, options)
     refuse_impossible(plan, problems)
     with own_experiment(
         plan, experiment_dir, resume=options.resume, take_over=options.take_over, say=say
     ) as lease:
         git = record_checkout(experiment_dir, diff=plan.recipe.record_diff)
-        yield PreparedExperiment(experiment_dir=experiment_dir, lease=lease, git=git)
+        yield experiment_dir, lease, git
 
 
 def resolve_experiment_dir(recipe_name: str, options: LaunchOptions) -> Path:
@@ -104,9 +89,11 @@ def refuse_existing(experiment_dir: Path) -> None:
             f"{experiment_dir}: an experiment already exists here ({finished} of {len(names)} runs "
             "finished); continue it with --resume, or choose another --name"
         )
-    names = {path.name for path in experiment_dir.iterdir()} if is_directory(experiment_dir) else set[str]()
+    names = (
+        {path.name for path in experiment_dir.iterdir()} if files.is_directory(experiment_dir) else set[str]()
+    )
     # A launcher that was killed before it wrote experiment.json leaves these
-    leftovers = {*partial_files(names), *((LOCK, REFERENCE) if LOCK in names else ())}
+    leftovers = {*files.partial_files(names), *((LOCK, REFERENCE) if LOCK in names else ())}
     if names - leftovers:
         raise LaunchError(f"{experiment_dir}: is not empty and not an experiment; choose another --name")
 
@@ -143,7 +130,7 @@ def own_experiment(
     new_folders = [path for path in (experiment_dir, *experiment_dir.parents) if not os.path.lexists(path)]
     try:
         with launcher_lock(experiment_dir, take_over=take_over, say=say) as lease:
-            remove_partial_files(experiment_dir)
+            files.remove_partial_files(experiment_dir)
             # Check again: a faster launcher may have submitted or created it meanwhile.
             refuse(experiment_dir)
             if resume:
@@ -160,7 +147,7 @@ def own_experiment(
                 for line in (*describe_decisions(plan.decided), *find_ineffective_settings(plan)):
                     say(line)
             if experiment_dir.parent in new_folders:  # keeps `git add` from adding runs
-                write_file(experiment_dir.parent / ".gitignore", b"*\n", mode=0o644)
+                files.write_file(experiment_dir.parent / ".gitignore", b"*\n", mode=0o644)
             yield lease
     finally:
         for path in new_folders:
@@ -173,15 +160,7 @@ def write_run_record(
 ) -> None:
     """Write a run's record, which tells its process what to do."""
     weights = warm_start and os.path.relpath(RunDir(warm_start).final_weights, directory)
-    write_config(
-        RunDir(directory),
-        RunRecord(
-            experiment=experiment,
-            name=name,
-            initial_weights=weights,
-            config=config.model_dump(mode="json"),
-        ),
-    )
+    write_config(RunDir(directory), experiment, name, config.model_dump(mode="json"), weights)
 
 
 def _write_experiment(plan: ExperimentPlan, experiment_dir: Path, *, resume: bool) -> None:
@@ -192,9 +171,11 @@ def _write_experiment(plan: ExperimentPlan, experiment_dir: Path, *, resume: boo
     """
     reference = plan.recipe.compare.reference
     stored_reference = experiment_dir / REFERENCE
-    if reference and not (is_experiment(experiment_dir) and is_file(stored_reference)):
-        with wrap_write_errors(stored_reference):  # copied once: later changes to the file have no effect
-            write_file(stored_reference, Path(reference).expanduser().read_bytes())
+    if reference and not (is_experiment(experiment_dir) and files.is_file(stored_reference)):
+        with files.wrap_write_errors(
+            stored_reference
+        ):  # copied once: later changes to the file have no effect
+            files.write_file(stored_reference, Path(reference).expanduser().read_bytes())
     declared: dict[str, Any] = {
         "compare_sha256": compare_hash(plan.recipe.compare),
         "launched_pairs": len(plan.recipe.seeds),
@@ -203,21 +184,17 @@ def _write_experiment(plan: ExperimentPlan, experiment_dir: Path, *, resume: boo
     if is_experiment(experiment_dir):  # the first launch's stay
         first_launch = open_experiment(experiment_dir)
         declared |= {key: value for key, value in first_launch.items() if key in declared}
-    names = [{"arm": run.name.arm, "seed": run.name.seed, "rerun": run.name.rerun} for run in plan.runs]
-    write_experiment(
-        experiment_dir,
-        {
-            "experiment": experiment_dir.name,
-            "recipe": plan.recipe.model_dump(mode="json"),
-            "runs": names,
-            "treatment_diff": plan.treatment_diff,
-            **declared,
-        },
-    )
+    content = {
+        "experiment": experiment_dir.name,
+        "recipe": plan.recipe.model_dump(mode="json"),
+        "runs": [asdict(run.name) for run in plan.runs],
+        "treatment_diff": plan.treatment_diff,
+    }
+    write_experiment(experiment_dir, {**content, **declared})
     for run in plan.runs:
         directory = run_dir(experiment_dir, run.name)
         try:
-            with wrap_read_errors(directory):
+            with files.wrap_read_errors(directory):
                 stored_run_dir = RunDir(directory)
                 if not stored_run_dir.exists:
                     warm_start = warm_start_dir(experiment_dir, run.warm_start) if run.warm_start else None
@@ -238,7 +215,8 @@ def _update_record(run: RunDir, config: RunConfig) -> None:
         current = {key: content["trainer"][key] for key in ("aliases", "recipe_dir")}
         changed["trainer"] = {**record.config["trainer"], **current}
     if any(record.config.get(key) != value for key, value in changed.items()):
-        write_config(run, replace(record, config={**record.config, **changed}))
+        config_json = {**record.config, **changed}
+        write_config(run, record.experiment, record.name, config_json, record.initial_weights)
 
 
 def _as_recorded(plan: ExperimentPlan, experiment_dir: Path) -> ExperimentPlan:
@@ -280,20 +258,17 @@ def _refuse_other_recipe(plan: ExperimentPlan, experiment_dir: Path) -> None:
                 f"{experiment_dir}: --resume: the recipe no longer has the run {name}, which exists here; "
                 "restore arms, seeds and aa_reruns (adding runs is allowed), or choose another --name"
             )
-        run = RunDir(run_dir(experiment_dir, name))
-        is_readable = False
-        with contextlib.suppress(StoreError), wrap_read_errors(run.path):
+        run, has_old_aliases = RunDir(run_dir(experiment_dir, name)), True
+        with contextlib.suppress(StoreError), files.wrap_read_errors(run.path):
             recorded |= {name: run} if run.exists else {}
-            can_rename_aliases = can_rename_aliases and not run.finished
-            is_readable = True
-        can_rename_aliases = can_rename_aliases and is_readable
+            has_old_aliases = run.finished
+        can_rename_aliases = can_rename_aliases and not has_old_aliases
     weights: dict[str, Path] = {}
     for name, run in recorded.items():
-        with contextlib.suppress(StoreError), wrap_read_errors(run.path):
+        config = planned[name].config
+        with contextlib.suppress(StoreError), files.wrap_read_errors(run.path):
             refuse_removed_settings(run.record().config, f"{run.path}: --resume")
-            if difference := _describe_difference(
-                run, planned[name].config, can_rename_aliases=can_rename_aliases
-            ):
+            if difference := _describe_difference(run, config, can_rename_aliases=can_rename_aliases):
                 raise LaunchError(
                     f"{run.path}: --resume: the run was launched with another recipe: {difference}; restore "
                     "the recipe, or choose another --name"
@@ -327,16 +302,15 @@ def _describe_difference(run: RunDir, config: RunConfig, *, can_rename_aliases: 
         trainer = recorded.trainer.model_copy(update={"aliases": config.trainer.aliases})
         recorded = recorded.model_copy(update={"trainer": trainer})
     differences = diff_configs(recorded, config)
-    for key, (recorded_value, planned_value) in differences.items():
-        suffix = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
-        return (
-            f"{key} is {yaml_text(recorded_value)} there and {yaml_text(planned_value)} in the recipe{suffix}"
-        )
+    suffix = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
+    for key, (stored, planned) in differences.items():
+        return f"{key} is {yaml_text(stored)} there and {yaml_text(planned)} in the recipe{suffix}"
     return None
 
 
 RATIO_LOSSES = ("gspo", "cispo")  # differ from a policy gradient only by their importance ratio
 CLIPPING = ("clip_low", "clip_high", "dual_clip", "value_clip_range")
+SEVERAL_UPDATES = "algorithm.minibatches_per_step: 2 or more"
 
 
 def find_ineffective_settings(plan: ExperimentPlan) -> list[str]:
@@ -348,9 +322,8 @@ def find_ineffective_settings(plan: ExperimentPlan) -> list[str]:
     to rounding, all losses of the GRPO family then have the same gradient, if the tokens of a sequence share
     one advantage and weight. Commands that are the same for every seed are reported, too.
     """
-    algorithms = {
-        run.name.arm: getattr(run.config, "algorithm", None) for run in plan.runs if not run.is_control
-    }
+    configs = {run.name.arm: run.config for run in plan.runs if not run.is_control}
+    algorithms = {arm: getattr(config, "algorithm", None) for arm, config in configs.items()}
     one_update = {
         arm: settings
         for arm, settings in algorithms.items()
@@ -361,17 +334,14 @@ def find_ineffective_settings(plan: ExperimentPlan) -> list[str]:
         loss, fields = getattr(settings, "loss", None), type(settings).model_fields
         stated = {name: getattr(settings, name) for name in CLIPPING if name in fields}
         stated = {name: value for name, value in stated.items() if value != fields[name].default}
-        if loss in RATIO_LOSSES:
-            line = (
-                f"algorithm.loss: got '{loss}', but with one update per step the importance ratio is 1 and "
-                "nothing is ever clipped; use algorithm.minibatches_per_step: 2 or more"
-            )
-            arms_of.setdefault(line, []).append(arm)
-        elif stated:
+        key, got, drop = "loss", f"'{loss}'", ""
+        why = "the importance ratio is 1 and nothing is ever clipped"
+        if loss not in RATIO_LOSSES:
             got = ", ".join(f"{name} {json.dumps(value)}" for name, value in stated.items())
+            key, why, drop = next(iter(stated), ""), "nothing is ever clipped", ", or drop it"
+        if key:
             line = (
-                f"algorithm.{next(iter(stated))}: got {got}, but with one update per step nothing is ever "
-                "clipped; use algorithm.minibatches_per_step: 2 or more, or drop it"
+                f"algorithm.{key}: got {got}, but with one update per step {why}; use {SEVERAL_UPDATES}{drop}"
             )
             arms_of.setdefault(line, []).append(arm)
     found = [f"{plural(arms, 'arm')} {', '.join(arms)}: {line}" for line, arms in arms_of.items()]
@@ -384,10 +354,9 @@ def find_ineffective_settings(plan: ExperimentPlan) -> list[str]:
         if changes.keys() <= (keys if is_per_token else keys | {"algorithm.loss"}):
             found.append(
                 f"arm {arm}: differs from the baseline only in {', '.join(changes)}, but with one update per "
-                "step this changes no gradient; use algorithm.minibatches_per_step: 2 or more"
+                f"step this changes no gradient; use {SEVERAL_UPDATES}"
             )
 
-    configs = {run.name.arm: run.config for run in plan.runs}
     commands = {arm: config for arm, config in configs.items() if isinstance(config, CommandRunConfig)}
     arms = [arm for arm, config in commands.items() if not config.trainer.uses_seed]
     if arms and len(plan.recipe.seeds) > 1:

@@ -45,18 +45,12 @@ def check_feasibility(
         reasons = cluster.find_problems(plan)
         return Feasibility(machine=None, problems=reasons, is_refused=bool(reasons))
     problems = find_problems(plan, machine := this_machine(), num_jobs)
-    is_refused = any(problem.is_final for problem in problems)
-    return Feasibility(
-        machine=machine, problems=[problem.text for problem in problems], is_refused=is_refused
-    )
+    is_refused, texts = any(problem.is_final for problem in problems), [problem.text for problem in problems]
+    return Feasibility(machine=machine, problems=texts, is_refused=is_refused)
 
 
 def render_preview(
-    plan: ExperimentPlan,
-    feasible: Feasibility,
-    num_jobs: int | None = None,
-    *,
-    is_staged: bool = False,
+    plan: ExperimentPlan, feasible: Feasibility, num_jobs: int | None = None, *, is_staged: bool = False
 ) -> RenderableType:
     """Return runs in launch order, treatment differences, expected power, and this machine's capacity.
 
@@ -68,33 +62,25 @@ def render_preview(
     if not reasons:
         count = _count_parallel(plan, machine, num_jobs)
         return Group(*described, Text(f"\nThis machine ({machine}) runs {count} at once."))
+    problems = _bullet_list(f"Problems on this machine ({machine})", reasons)
     count = count_text(len(reasons), "reason")
-    return Group(
-        *described,
-        _heading(f"Problems on this machine ({machine})"),
-        *_bullet_list(reasons),
-        Text(f"This machine cannot run {plan.recipe.name}: {count}, listed above."),
-    )
+    conclusion = Text(f"This machine cannot run {plan.recipe.name}: {count}, listed above.")
+    return Group(*described, *problems, conclusion)
 
 
 def render_jobs_preview(plan: ExperimentPlan, feasible: Feasibility, cluster: ClusterJobs) -> RenderableType:
     """Return the preview with the jobs that a cluster would get, in place of this machine's capacity."""
     if reasons := feasible.problems:
-        return Group(
-            *_render_plan(plan),
-            _heading("Why it cannot run on the cluster"),
-            *_bullet_list(reasons),
-        )
-    texts = cluster.render_scripts(plan, compare=True)
-    jobs = [
-        renderable for name, text in texts.items() for renderable in (_heading(f"Job {name}"), Text(text))
-    ]
-    return Group(*_render_plan(plan), *jobs)
+        return Group(*_render_plan(plan), *_bullet_list("Why it cannot run on the cluster", reasons))
+    renderables = _render_plan(plan)
+    for name, text in cluster.render_scripts(plan, compare=True).items():
+        renderables += [_heading(f"Job {name}"), Text(text)]
+    return Group(*renderables)
 
 
 def preview_as_json(plan: ExperimentPlan, feasible: Feasibility, num_jobs: int | None) -> dict[str, Any]:
     """Return the preview as JSON. `refusals` are the reasons why the plan cannot run here or there."""
-    inert, machine, reasons = find_ineffective_settings(plan), feasible.machine, feasible.problems
+    machine, reasons = feasible.machine, feasible.problems
     return {
         "recipe": plan.recipe.name,
         "arms": list(plan.recipe.arms),
@@ -112,7 +98,7 @@ def preview_as_json(plan: ExperimentPlan, feasible: Feasibility, num_jobs: int |
         ],
         "warm_starts": {key: config.steps for key, config in plan.warm_starts.items()},
         "treatment_diff": plan.treatment_diff,
-        "notes": inert,
+        "notes": find_ineffective_settings(plan),
         "decided": plan.decided,
         "machine": str(machine) if machine else None,
         "runs_at_once": _count_parallel(plan, machine, num_jobs) if machine and not reasons else None,
@@ -142,7 +128,7 @@ def _render_plan(
         _heading("Resolved differences from the baseline"),
         *_render_table(["arm", "key", "baseline", "arm's"], differences, len(differences)),
         *map(Text, sentences(precision_differences(plan))),
-        *([_heading("Settings without effect"), *_bullet_list(inert)] if inert else []),
+        *(_bullet_list("Settings without effect", inert) if inert else []),
         *([_heading("Values chosen for auto")] if plan.decided else []),
         *map(Text, describe_decisions(plan.decided)),
         _heading("Expected power of the comparison"),
@@ -152,25 +138,23 @@ def _render_plan(
 
 
 def _render_runs(plan: ExperimentPlan) -> list[RenderableType]:
+    warm_starts = [("", f"warm start {key[:8]}", config, None) for key, config in plan.warm_starts.items()]
+    runs = [(str(n), str(run.name), run.config, run.warm_start) for n, run in enumerate(plan.runs, 1)]
     rows = [
-        ("", f"warm start {key[:8]}", str(config.steps), _describe_devices(config), _describe_start(config))
-        for key, config in plan.warm_starts.items()
+        (number, name, str(config.steps), _describe_devices(config), _describe_start(config, warm_start))
+        for number, name, config, warm_start in (warm_starts + runs)[: MAX_ROWS + 1]
     ]
-    for number, run in enumerate(plan.runs[:MAX_ROWS], 1):
-        start = _describe_start(run.config, run.warm_start)
-        rows.append((str(number), str(run.name), str(run.config.steps), _describe_devices(run.config), start))
-    num_rows = len(plan.warm_starts) + len(plan.runs)
-    return _render_table(["", "run", "steps", "devices", "starts from"], rows, num_rows)
+    return _render_table(["", "run", "steps", "devices", "starts from"], rows, len(warm_starts + runs))
 
 
-def _describe_start(config: RunConfig, warm_start: str | None = None) -> str:
-    if isinstance(config, OwnRunConfig):
-        if config.checkpoint.start_from is not None:
-            return f"checkpoint {config.checkpoint.start_from}"
-        if warm_start is not None:
-            return f"warm start {warm_start[:8]}"
-        return f"preset {config.model.preset}" if config.model.preset else str(config.model.path)
-    return "its own command"
+def _describe_start(config: RunConfig, warm_start: str | None) -> str:
+    if not isinstance(config, OwnRunConfig):
+        return "its own command"
+    if config.checkpoint.start_from is not None:
+        return f"checkpoint {config.checkpoint.start_from}"
+    if warm_start is not None:
+        return f"warm start {warm_start[:8]}"
+    return f"preset {config.model.preset}" if config.model.preset else str(config.model.path)
 
 
 def _render_commands(plan: ExperimentPlan) -> list[RenderableType]:
@@ -305,8 +289,8 @@ def _render_table(
     return [table, Text(f"... and {num_hidden} more")] if num_hidden > 0 else [table]
 
 
-def _bullet_list(lines: Sequence[str]) -> list[Text]:
-    return [Text(f"- {printable(line)}") for line in lines]
+def _bullet_list(heading: str, lines: Sequence[str]) -> list[Text]:
+    return [_heading(heading), *(Text(f"- {printable(line)}") for line in lines)]
 
 
 def _heading(text: str) -> Text:

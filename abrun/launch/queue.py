@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
-
 from abrun.errors import LaunchError, StoreError
 from abrun.experiment.plan import ExperimentPlan
 from abrun.launch.engine import StartedRun
@@ -18,7 +16,7 @@ from abrun.runs.experiment import WARM_START, WARM_STARTS, run_dir, warm_start_d
 from abrun.runs.files import wrap_read_errors
 from abrun.runs.launches import reopen, write_config
 from abrun.runs.lock import Lease, LockedError
-from abrun.runs.records import RunRecord, Status
+from abrun.runs.records import Status
 from abrun.runs.rundir import RunDir
 from abrun.runs.state import read_state
 
@@ -103,9 +101,7 @@ class LaunchJob:
             raise
         if note:
             say(f"{self.label}: {note}")
-        config = self.config.model_dump(mode="json")
-        record = RunRecord(experiment=WARM_STARTS, name=WARM_START, initial_weights=None, config=config)
-        write_config(self.run, record)
+        write_config(self.run, WARM_STARTS, WARM_START, self.config.model_dump(mode="json"))
         return True
 
     def _has_orphans(self, say: Callable[[str], object]) -> bool:
@@ -116,21 +112,15 @@ class LaunchJob:
         now = time.monotonic()
         if self.kill_orphans_at_s is None:
             self.kill_orphans_at_s = now + ORPHAN_GRACE_S
-            say(
-                f"{self.label}: processes of a dead launcher still work there "
-                f"({_format_pids(orphans)}); waiting for them to end"
-            )
+            pids = ", ".join(map(str, sorted(process.pid for process in orphans)))
+            still = f"processes of a dead launcher still work there ({pids})"
+            say(f"{self.label}: {still}; waiting for them to end")
         is_late = now > self.kill_orphans_at_s
         survivors = kill_all(lambda: find_run_processes(self.run.path)) if is_late else None
         if survivors:  # another user's processes, or processes stuck in a driver
-            raise LaunchError(
-                f"processes of an earlier launch cannot be killed ({_format_pids(survivors)}); end them"
-            )
+            pids = ", ".join(map(str, sorted(process.pid for process in survivors)))
+            raise LaunchError(f"processes of an earlier launch cannot be killed ({pids}); end them")
         return True
-
-
-def _format_pids(processes: set[psutil.Process]) -> str:
-    return ", ".join(map(str, sorted(process.pid for process in processes)))
 
 
 def describe_missing(job: LaunchJob) -> str | None:
@@ -206,18 +196,16 @@ class LaunchQueue:
             if lost and not job.is_done:
                 waiting.setdefault(lost[0], []).append(job)
         for needed, jobs in waiting.items():
-            what = f"the warm start in {needed.run.path}"
-            if not needed.is_warm_start:
-                what = f"{needed.label}, whose rollouts it trains on,"
-            cause = f"{what} {needed.status}"
-            yield jobs, cause, read_state(needed.run, WARM_START).reason
+            what = f"{needed.label}, whose rollouts it trains on,"
+            what = f"the warm start in {needed.run.path}" if needed.is_warm_start else what
+            yield jobs, f"{what} {needed.status}", read_state(needed.run, WARM_START).reason
         failed_jobs = [] if self.running_jobs else self.find_common_failure()
         unfinished = [job for job in self.jobs if not job.is_done]
         if failed_jobs and unfinished:
             first_job, num_more = failed_jobs[0], len(failed_jobs) - 1
             which = f"{first_job.label} and {num_more} more, of several seeds,"
-            cause = f"{which} failed in the same way at their start"
-            yield unfinished, cause, read_state(first_job.run, WARM_START).reason
+            reason = read_state(first_job.run, WARM_START).reason
+            yield unfinished, f"{which} failed in the same way at their start", reason
 
     def find_common_failure(self) -> list[LaunchJob]:
         """Return all ended runs if a common cause makes further runs pointless, or else an empty list.
@@ -228,9 +216,8 @@ class LaunchQueue:
         ended = [job for job in self.jobs if job.is_done and not job.is_warm_start]
         unfinished = [job for job in self.jobs if not job.is_done]
         failed_alike = len({job.failure for job in ended}) == 1 and ended[0].failure is not None
-        untried_arms = (
-            {job.arm for job in unfinished} - {job.arm for job in [*ended, *self.running_jobs]} - {None}
-        )
+        tried_arms = {job.arm for job in [*ended, *self.running_jobs]} | {None}
+        untried_arms = {job.arm for job in unfinished} - tried_arms
         if not failed_alike or len({job.seed for job in ended}) == 1 or untried_arms:
             return []
         return [] if any(job.is_warm_start or job.run.heartbeat().step for job in unfinished) else ended

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from abrun import processes
 from abrun.errors import AbrunError, LaunchError
 from abrun.experiment.options import LaunchOptions
 from abrun.experiment.plan import ExperimentPlan, RunName
@@ -26,16 +27,6 @@ from abrun.launch.queue import LaunchJob, LaunchQueue
 from abrun.messages import sentence
 from abrun.messages.codes import Code, Reason, in_words
 from abrun.messages.numbers import count_text
-from abrun.processes import (
-    StopRequests,
-    catch_stop_signals,
-    count_oom_kills,
-    ending_reason,
-    is_slurm_oom,
-    is_unexplained,
-    poll_interval,
-    signal_name,
-)
 from abrun.recipe.command import referenced_values
 from abrun.runs.experiment import read_run_state
 from abrun.runs.launches import begin_launch, end_launch, read_endings, update_launch
@@ -43,7 +34,7 @@ from abrun.runs.lock import Lease
 from abrun.runs.records import Status, recorded_reason
 from abrun.runs.redaction import hide_secrets_of, hide_values, redacted
 
-POLL_S = poll_interval(0.2)
+POLL_S = processes.poll_interval(0.2)
 MAX_ERRORS = 3
 # A retry would only take as long again, or its log would lack the same metric.
 NO_RETRY_CODES = (Code.TIME_LIMIT_REACHED, Code.ALIAS_NOT_LOGGED)
@@ -62,15 +53,12 @@ class Observer(Protocol):
 
     def follow(self, experiment_dir: Path) -> object:
         """Called when the experiment's directory is complete and its runs are about to start."""
-        ...
 
     def say(self, line: str) -> object:
         """Called with a note for the user."""
-        ...
 
     def tick(self) -> object:
         """Called a few times a second, from `follow` to the end."""
-        ...
 
 
 def print_line(line: str) -> None:
@@ -108,15 +96,14 @@ def run_plan(
     Raises LaunchError or StoreError, before anything has started, if the plan cannot run there.
     """
     problems, untested = engine.find_problems(plan), untested_packages(plan)
-    with prepare_experiment(plan, options, problems, observer.say) as prepared:
-        experiment_dir = prepared.experiment_dir
+    with prepare_experiment(plan, options, problems, observer.say) as (experiment_dir, lease, git):
         observer.follow(experiment_dir)
         for line in untested:
             _ignore_io_errors(observer.say)(line)
         selected_runs = [run for run in plan.runs if only is None or run.name in only]
         queue = LaunchQueue(replace(plan, runs=tuple(selected_runs)), experiment_dir)
-        arguments = queue, engine, prepared.lease, grace_s, prepared.git
-        stopped_by = Supervisor(*arguments, say=observer.say, tick=observer.tick).run()
+        supervisor = Supervisor(queue, engine, lease, grace_s, git, say=observer.say, tick=observer.tick)
+        stopped_by = supervisor.run()
     states = [read_run_state(experiment_dir, run.name) for run in selected_runs]
     statuses: dict[RunName, Status] = {state.name: state.status for state in states}
     failed_paths = {job.run.path for job in queue.jobs if job.status == "failed"}
@@ -151,13 +138,10 @@ class Supervisor:
         say: Callable[[str], object],
         tick: Callable[[], object] = lambda: None,
     ) -> None:
-        self._queue = queue
-        self._engine = engine
+        self._queue, self._engine, self._lease = queue, engine, lease
+        self._grace_s, self._git = grace_s, git
         self._say, self._tick = _ignore_io_errors(say), _ignore_io_errors(tick)
-        self._lease = lease
-        self._grace_s = grace_s
-        self._requests = StopRequests()
-        self._git = git
+        self._requests = processes.StopRequests()
 
     def run(self) -> int | None:
         """Run all jobs. Return the signal that stopped the launch, or None if every job ended by itself."""
@@ -165,7 +149,7 @@ class Supervisor:
         hide_secrets_of(os.environ)
         for job in self._queue.jobs:
             hide_values(referenced_values(job.config, os.environ))
-        with catch_stop_signals() as self._requests, self._engine.prepare_for(expected, self._say):
+        with processes.catch_stop_signals() as self._requests, self._engine.prepare_for(expected, self._say):
             try:
                 while self._requests.first_signal is None and not self._queue.is_done:
                     self._reap()
@@ -207,7 +191,7 @@ class Supervisor:
     def _start(self, job: LaunchJob, devices: Devices) -> None:
         begin_launch(job.run, devices, self._git, runs_per_gpu=job.config.cluster.runs_per_gpu)
         job.log_start = job.run.log_size()
-        job.oom_kills = count_oom_kills()
+        job.oom_kills = processes.count_oom_kills()
         job.first_step = job.run.heartbeat().step
         job.started = self._engine.start(job.run, job.config, devices)
         job.status = "running"
@@ -241,16 +225,17 @@ class Supervisor:
         if not job.run.exists:
             raise LaunchError(f"{job.run.path} no longer exists")
         job.status, reason = _determine_ending(job, exit_status)
-        exit_fields: dict[str, Any] = {
-            "exit_code": None if exit_status < 0 else exit_status,
-            "signal": signal_name(exit_status),
-        }
-        end_launch(job.run, job.status, reason, **exit_fields)
+        exit_code = None if exit_status < 0 else exit_status
+        end_launch(
+            job.run, job.status, reason, exit_code=exit_code, signal=processes.signal_name(exit_status)
+        )
         job.lock.close()
         code = reason and _leading_reason(reason).code
         is_expected = job.status == "finished" or job.is_stopping
         is_lost = job.started is not None and job.started.is_lost and not is_expected  # not the run's fault
-        is_explained = reason and job.status == "failed" and exit_status >= 0 and not is_unexplained(reason)
+        is_explained = (
+            reason and job.status == "failed" and exit_status >= 0 and not processes.is_unexplained(reason)
+        )
         failed_at_start = code == Code.ALIAS_NOT_LOGGED or not job.run.heartbeat().step
         if reason and is_explained and failed_at_start and not is_lost:
             path = str(job.run.path)
@@ -300,9 +285,8 @@ def _determine_ending(job: LaunchJob, exit_status: int) -> tuple[Status, Reason 
     reads_output = recorded_status is None or job.config.started_nodes > 1
     errors = list[Reason]()
     if reads_output:  # those that agents noted, or else those that a foreign program printed, causes first
-        lines = dict.fromkeys(re.findall(FOREIGN_ERROR, printed, re.MULTILINE))
-        errors = read_endings(job.run, launch.attempts, printed)
-        errors = errors or [in_words(line) for line in lines]
+        lines = re.findall(FOREIGN_ERROR, printed, re.MULTILINE)
+        errors = read_endings(job.run, launch.attempts, printed) or list(map(in_words, dict.fromkeys(lines)))
         errors.sort(key=lambda error: not any(reason.code in CAUSE_CODES for reason in error.walk()))
     failed_before = recorded_status == "failed" and (attempt.ended_s or math.inf) < job.stop_requested_s
     if (job.is_stopping and not failed_before) or (recorded_status == "interrupted" and not errors):
@@ -310,13 +294,11 @@ def _determine_ending(job: LaunchJob, exit_status: int) -> tuple[Status, Reason 
     if recorded_status == "failed" and not errors:
         return "failed", recorded_reason(attempt)
     if errors:
-        is_named = any(
-            reason.code == Code.OUT_OF_MEMORY_KILLED for error in errors for reason in error.walk()
-        )
-        is_oom = not is_named and is_slurm_oom(printed)
+        codes = {reason.code for error in errors for reason in error.walk()}
+        is_oom = Code.OUT_OF_MEMORY_KILLED not in codes and processes.is_slurm_oom(printed)
         ending = Code.SEVERAL_ERRORS(errors=errors[:MAX_ERRORS], out_of_memory=is_oom)
     elif exit_status:
-        ending = ending_reason(exit_status, printed, job.oom_kills)
+        ending = processes.ending_reason(exit_status, printed, job.oom_kills)
     else:
         ending = in_words("ended without a result")
     return "failed", Code.SEE_LOG(ending=ending.map_texts(redacted), log=job.run.log)
@@ -329,7 +311,7 @@ def _leading_reason(reason: Reason) -> Reason:
     return _leading_reason(reason["errors"][0]) if reason.code == Code.SEVERAL_ERRORS else reason
 
 
-JOBS_POLL_S = poll_interval(0.5)
+JOBS_POLL_S = processes.poll_interval(0.5)
 # A file server may take this long to show the last records of jobs that have ended.
 SETTLE_TIMEOUT_S = 20.0
 
@@ -338,14 +320,15 @@ def submit_plan(
     plan: ExperimentPlan, options: LaunchOptions, *, cluster: ClusterJobs, observer: Observer
 ) -> list[str]:
     """Submit every unfinished run of a plan; return the job ids. Raises the same errors as `run_plan`."""
-    with prepare_experiment(plan, options, cluster.find_problems(plan), observer.say) as prepared:
+    problems = cluster.find_problems(plan)
+    with prepare_experiment(plan, options, problems, observer.say) as (experiment_dir, _, git):
         try:
-            submitted = cluster.submit(plan, prepared.git, compare=options.compare)
+            submitted = cluster.submit(plan, git, compare=options.compare)
         except LeftInQueueError:  # queued jobs and `cancel` need the directory
             raise
         except BaseException:
             if not options.resume:  # no job is queued
-                shutil.rmtree(prepared.experiment_dir, ignore_errors=True)
+                shutil.rmtree(experiment_dir, ignore_errors=True)
             raise
     cluster.load()
     return submitted
@@ -356,9 +339,15 @@ def wait_for_jobs(
 ) -> LaunchOutcome:
     """Watch submitted jobs until none is queued or active. If this is interrupted, the jobs continue."""
     observer.follow(experiment_dir)
-    while _has_active_jobs(cluster, observer):
+    is_active = True
+    while is_active:
         observer.tick()
         time.sleep(JOBS_POLL_S)
+        try:
+            is_active = bool(cluster.active_job_ids)
+        except LaunchError as error:  # perhaps the controller is restarting
+            observer.say(str(error))
+            time.sleep(10 * JOBS_POLL_S)
     deadline = time.monotonic() + SETTLE_TIMEOUT_S
     while True:
         states = [read_run_state(experiment_dir, run.name) for run in plan.runs]
@@ -367,12 +356,3 @@ def wait_for_jobs(
         time.sleep(JOBS_POLL_S)
     statuses: dict[RunName, Status] = {state.name: cluster.state_of(state).status for state in states}
     return LaunchOutcome(statuses=statuses, stopped_by=None)
-
-
-def _has_active_jobs(cluster: ClusterJobs, observer: Observer) -> bool:
-    try:
-        return bool(cluster.active_job_ids)
-    except LaunchError as error:  # perhaps the controller is restarting
-        observer.say(str(error))
-        time.sleep(10 * JOBS_POLL_S)
-        return True

@@ -6,11 +6,14 @@ Used by launchers, foreign runs and abrun's own trainer.
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -330,7 +333,7 @@ def find_run_processes(run_dir: Path) -> set[psutil.Process]:
     ancestors.
     """
     living = _list_living()
-    roots = _with_variable(living, RUN_DIR_VARIABLE, os.path.realpath(run_dir))
+    roots = find_processes_with(RUN_DIR_VARIABLE, os.path.realpath(run_dir), living)
     root_pids = {process.pid for process in roots}
     own_lineage = next((lineage for process, lineage in living.items() if process.pid == os.getpid()), [])
     return {
@@ -340,14 +343,12 @@ def find_run_processes(run_dir: Path) -> set[psutil.Process]:
     }
 
 
-def find_processes_with(variable: str, value: str) -> set[psutil.Process]:
-    """Return all living processes that were started with this environment variable."""
-    return _with_variable(_list_living(), variable, value)
-
-
-def _with_variable(processes: Iterable[psutil.Process], variable: str, value: str) -> set[psutil.Process]:
+def find_processes_with(
+    variable: str, value: str, among: Iterable[psutil.Process] | None = None
+) -> set[psutil.Process]:
+    """Return the processes, by default of all living ones, that have this variable in their environment."""
     started = set[psutil.Process]()
-    for process in processes:
+    for process in _list_living() if among is None else among:
         with contextlib.suppress(psutil.Error, OSError):
             if process.environ().get(variable) == value:
                 started.add(process)
@@ -368,6 +369,11 @@ def kill_all(
                 process.kill()
         time.sleep(0.01)
     return remaining
+
+
+def kill_run(run_dir: Path, pid: int) -> None:
+    """Kill all processes of a run, and the descendants of a process, whatever their environment."""
+    kill_all(lambda: find_descendants(pid) | find_run_processes(run_dir))
 
 
 def _list_living() -> dict[psutil.Process, list[int]]:
@@ -393,3 +399,33 @@ def _list_living() -> dict[psutil.Process, list[int]]:
         return above
 
     return {process: lineage(process.pid) for process in processes}
+
+
+# --- temporary folders ---
+
+SCRATCH = "abrun-scratch-"  # start of the names of folders that are removed even after a SIGKILL
+MIN_SCRATCH_AGE_S = 60.0
+
+
+@contextlib.contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """Yield a temporary folder. Raises OSError if none can be made.
+
+    It is locked while in use, which systemd-tmpfiles respects. Unlocked folders of killed processes are
+    removed.
+    """
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=SCRATCH)))
+        file = os.open(folder, os.O_RDONLY)
+        stack.callback(os.close, file)
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        for unused in folder.parent.glob(f"{SCRATCH}*"):
+            with contextlib.suppress(OSError), contextlib.ExitStack() as unlock:
+                file = os.open(unused, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
+                unlock.callback(os.close, file)
+                # A newer folder may not be locked yet
+                if time.time() - unused.stat().st_mtime > MIN_SCRATCH_AGE_S:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(unused, ignore_errors=True)
+        yield folder

@@ -185,17 +185,17 @@ class Grpo(PolicyGradientSettings):
                 "or more, or set advantage_baseline: none and normalize_advantages: false, or batch_mean "
                 "with normalize_over: batch"
             )
-        if self.kl_in == "reward_to_go" and baseline_of_group:
+        conflict, instead = "", ""
+        if baseline_of_group:
+            conflict = f"advantage_baseline {self.advantage_baseline!r} of a group's sequences"
+            instead = "advantage_baseline: batch_mean or none"
+        elif scaled_by_group:
+            conflict = "normalize_over 'group'"
+            instead = "normalize_over: batch, or normalize_advantages: false"
+        if self.kl_in == "reward_to_go" and conflict:
             raise RuleError(
                 "algorithm.kl_in: got 'reward_to_go', which gives each token its own reward, with "
-                f"advantage_baseline {self.advantage_baseline!r} of a group's sequences; use "
-                "advantage_baseline: batch_mean or none, or kl_in: reward"
-            )
-        if self.kl_in == "reward_to_go" and scaled_by_group:
-            raise RuleError(
-                "algorithm.kl_in: got 'reward_to_go', which gives each token its own reward, with "
-                "normalize_over 'group'; use normalize_over: batch, or normalize_advantages: false, or "
-                "kl_in: reward"
+                f"{conflict}; use {instead}, or kl_in: reward"
             )
         if not self.normalize_advantages:
             self.require_default(

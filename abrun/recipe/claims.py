@@ -5,7 +5,7 @@ import re
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
@@ -36,6 +36,7 @@ DIRECTIONS = {", higher is better": True, ", lower is better": False}
 DifferenceKind = Literal["within", "not_worse", "better"]
 ClaimKind = Literal["within", "not_worse", "better", "limit", "sd", "exact"]
 ClaimField = Literal["margin", "not_worse", "better", "below", "above", "sd", "exact"]
+CLAIM_FIELDS: tuple[ClaimField, ...] = get_args(ClaimField)
 MAX_SD = 1e100  # of a recorded noise: its square is finite
 CLAIM_NAMES: dict[DifferenceKind, str] = {
     "within": "an equivalence",
@@ -44,6 +45,14 @@ CLAIM_NAMES: dict[DifferenceKind, str] = {
 }
 Spending = Literal["equal", "rising", "obrien_fleming"]  # how alpha is spent over interim analyses
 Unit = Literal["", "sigma", "level", "climb"]  # unit of a margin; "": the metric's own unit
+
+
+def _read_limit(limit: Any) -> tuple[Any, bool, bool]:
+    """Return a limit's number, and whether it is a ratio and written as a level; else what was given."""
+    if isinstance(limit, str) and re.fullmatch(RATIO_PATTERN, limit):
+        return float(limit[:-1]), True, False
+    level = re.fullmatch(LEVEL_PATTERN, limit) if isinstance(limit, str) else None
+    return (float(level["level"]) if level else limit), False, level is not None
 
 
 class Claim(Section):
@@ -131,15 +140,13 @@ class Claim(Section):
     @classmethod
     def _check_limit(cls, limit: Any, info: ValidationInfo) -> Any:
         """Accept a limit on a level or a ratio; a negative number would also read as a difference."""
-        is_ratio = isinstance(limit, str) and re.fullmatch(RATIO_PATTERN, limit)
-        level = re.fullmatch(LEVEL_PATTERN, limit) if isinstance(limit, str) else None
-        number: Any = float(limit[:-1]) if is_ratio else float(level["level"]) if level else limit
+        number, is_ratio, is_level = _read_limit(limit)
         is_number = type(number) in (int, float) and abs(number) <= sys.float_info.max
         if limit is not None and (not is_number or (is_ratio and number <= 0)):
             raise FieldError(
                 f"got {shortened(limit)}; allowed: a number, or a ratio to the baseline such as '0.6x'"
             )
-        if is_number and number < 0 and not level:
+        if is_number and number < 0 and not is_level:
             size, sign = f"{-number:g}", "<" if info.field_name == "below" else ">"
             raise FieldError(
                 f"got {limit:g}, which may be a level or a difference; for the treatment's own level write "
@@ -151,8 +158,8 @@ class Claim(Section):
     @field_validator("sd", mode="before")
     @classmethod
     def _check_spread(cls, limit: Any) -> Any:
-        is_ratio = isinstance(limit, str) and re.fullmatch(RATIO_PATTERN, limit)
-        if limit is None or (is_ratio and float(limit[:-1]) > 0):
+        number, is_ratio, _ = _read_limit(limit)
+        if limit is None or (is_ratio and number > 0):
             return limit
         raise FieldError(f"got {shortened(limit)}; allowed: a ratio to the baseline's sd such as '1.5x'")
 
@@ -164,19 +171,19 @@ class Claim(Section):
                 f"got {' and '.join(fields) or 'no claim'} for {shortened(self.metric)}; allowed: one "
                 "of margin, not_worse, better, below, above, sd and exact"
             )
+        got = f"got {fields[0]}: {getattr(self, fields[0])} for"
         if self.metric == DIVERGENCE_RATE and not self._is_share_of_runs():
             raise FieldError(
-                f"got {fields[0]}: {getattr(self, fields[0])} for {DIVERGENCE_RATE!r}; allowed: below, "
-                "not_worse or better with a share of the runs below 1, such as '5%'"
+                f"{got} {DIVERGENCE_RATE!r}; allowed: below, not_worse or better with a share of the runs "
+                "below 1, such as '5%'"
             )
         if self.metric == DIVERGENCE_RATE and self.higher_is_better:
             raise FieldError(f"got 'higher is better' for {DIVERGENCE_RATE!r}, where lower is; drop it")
         is_distance = isinstance(self.below, float | int) and self.below > 0
         if self.metric == FINAL_WEIGHTS and not (self.exact or is_distance):
             raise FieldError(
-                f"got {fields[0]}: {getattr(self, fields[0])} for {FINAL_WEIGHTS}; "
-                "allowed: exact: true, or below: a distance above 0, in units of how far the baseline "
-                "moved, such as 0.05"
+                f"{got} {FINAL_WEIGHTS}; allowed: exact: true, or below: a distance above 0, in units of how "
+                "far the baseline moved, such as 0.05"
             )
         if self.metric == MEMORY_PEAK and fields[0] not in ("below", "above"):
             raise FieldError(f"got {fields[0]} for {MEMORY_PEAK}; allowed: below or above, such as '0.6x'")
@@ -189,9 +196,8 @@ class Claim(Section):
         return isinstance(share, float | int) and (0 < share < 1 or (share == 0 and self.better is not None))
 
     def _declared_fields(self) -> list[ClaimField]:
-        fields: tuple[ClaimField, ...] = ("margin", "not_worse", "better", "below", "above", "sd", "exact")
-        values = {field: getattr(self, field) for field in fields}
-        return [field for field, value in values.items() if value is not None and value is not False]
+        fields = type(self).model_fields
+        return [field for field in CLAIM_FIELDS if getattr(self, field) != fields[field].default]
 
     @property
     def kind(self) -> ClaimKind:
@@ -233,12 +239,8 @@ class Claim(Section):
     def limit(self) -> tuple[float, bool] | None:
         """Return the limit's number and whether it limits the ratio to the baseline; None without a limit."""
         limit = next((limit for limit in (self.below, self.above, self.sd) if limit is not None), None)
-        if limit is None:
-            return None
-        if isinstance(limit, str) and limit.endswith("x"):
-            return float(limit[:-1]), True
-        level = re.fullmatch(LEVEL_PATTERN, limit) if isinstance(limit, str) else None
-        return float(level["level"] if level else limit), False
+        number, is_ratio, _ = _read_limit(limit)
+        return None if limit is None else (float(number), is_ratio)
 
     @property
     def limits_level(self) -> bool:
@@ -248,9 +250,8 @@ class Claim(Section):
     @property
     def bound(self) -> str:
         """Return a description of the margin or limit for error messages."""
-        if self.difference_kind is None:
-            return f"a limit, {describe_claim(self)}"
-        return f"{CLAIM_NAMES[self.difference_kind]} margin"
+        kind = self.difference_kind
+        return f"{CLAIM_NAMES[kind]} margin" if kind else f"a limit, {describe_claim(self)}"
 
     @property
     def is_limit_on_excess(self) -> bool:
@@ -378,10 +379,8 @@ class Compare(Section):
         by_metric: dict[str, Any] = tolerance if isinstance(tolerance, dict) else {"": tolerance}
         for metric, limit in by_metric.items():
             if by_metric is tolerance and metric not in STEP_ONE:
-                raise FieldError(
-                    f"got {shortened(metric)}, which the step-one check does not compare; "
-                    f"{suggest_name(metric, STEP_ONE)}"
-                )
+                got = f"got {shortened(metric)}, which the step-one check does not compare"
+                raise FieldError(f"{got}; {suggest_name(metric, STEP_ONE)}")
             if isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit < math.inf:
                 raise FieldError(
                     f"got {shortened(tolerance)}; allowed: a number above 0, or a number per "

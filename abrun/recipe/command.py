@@ -120,25 +120,20 @@ class Command(Section):
         path = self.metrics.path
         filled = path.format_map(values)
         names = self._names_in("metrics.path", path)
-        is_own_absolute_path = path.startswith("/") and (
-            "run_dir" in names or names >= {"arm", "seed", "rerun"}
-        )
-        is_inside_run_dir = path.startswith("{run_dir}/") and posixpath.normpath(filled).startswith(
-            f"{SAMPLE_RUN_DIR}/"
-        )
+        names_run = "run_dir" in names or names >= {"arm", "seed", "rerun"}
+        is_below = posixpath.normpath(filled).startswith(f"{SAMPLE_RUN_DIR}/")
+        is_own = (path.startswith("/") and names_run) or (path.startswith("{run_dir}/") and is_below)
         if _is_reserved_path(filled, SAMPLE_RUN_DIR):
             raise RuleError(f"trainer.metrics.path: {_describe_reserved(path, path)}")
-        if not (is_inside_run_dir or is_own_absolute_path):
+        if not is_own:
             raise RuleError(
                 f"trainer.metrics.path: got {shortened(path)}, but every run needs a file of its own; write "
                 f"inside {{run_dir}}/, such as {_suggest_path(path)}, or use an absolute path that contains "
                 "{arm}, {seed} and {rerun}"
             )
         for field, template in self._templates():
-            filled = (
-                _fill_template(template, values) if field.startswith("env.") else template.format_map(values)
-            )
-            if run_file := _mentioned_run_file(filled, SAMPLE_RUN_DIR):
+            fill = _fill_template if field.startswith("env.") else str.format_map
+            if run_file := _mentioned_run_file(fill(template, values), SAMPLE_RUN_DIR):
                 problem = _describe_reserved(template, f"{{run_dir}}/{run_file}")
                 raise RuleError(f"trainer.{field}: {problem}")
 
@@ -165,17 +160,15 @@ class Command(Section):
                 continue
             known_names = dict.fromkeys((*PLACEHOLDERS, *NODE_PLACEHOLDERS, *self.parameters))
             if name not in known_names or format_spec or conversion:
-                placeholder = (
-                    f"{name}{(conversion and f'!{conversion}') or ''}{format_spec and f':{format_spec}'}"
-                )
+                suffix = f"!{conversion}" if conversion else ""
+                placeholder = f"{name}{suffix}{format_spec and f':{format_spec}'}"
                 allowed = ", ".join(f"{{{known}}}" for known in known_names)
                 hint = "add it to trainer.parameters, or write literal braces as {{ and }}"
                 if field.startswith("env.") and f"${{{name}" in template:
                     hint = "write ${NAME} with letters, digits and '_'; no default values"
                 elif f"${{{name}}}" in template:
-                    hint = (
-                        f"environment variables are read only in trainer.env; add {name}: ${{{name}}} there"
-                    )
+                    only = "environment variables are read only in trainer.env"
+                    hint = f"{only}; add {name}: ${{{name}}} there"
                 raise RuleError(
                     f"trainer.{field}: got the placeholder {{{shortened(placeholder)[1:-1]}}}; allowed: "
                     f"{allowed}; {hint}"
@@ -270,12 +263,9 @@ def build_invocation(
     python = trainer.python or sys.executable
     run_values = {"experiment": experiment, "arm": arm, "seed": seed, "rerun": rerun, "run_dir": run_dir}
     run_values |= {"steps": run.steps, "python": python, "recipe_dir": trainer.recipe_dir}
-    node_values = {
-        name: (environment or {}).get(f"ABRUN_{name.upper()}", name.upper()) for name in NODE_PLACEHOLDERS
-    }
-    values: Mapping[str, str] = node_values | {
-        name: _format_scalar(value) for name, value in {**trainer.parameters, **run_values}.items()
-    }
+    variables = environment or {}
+    values = {name: variables.get(f"ABRUN_{name.upper()}", name.upper()) for name in NODE_PLACEHOLDERS}
+    values |= {name: _format_scalar(value) for name, value in {**trainer.parameters, **run_values}.items()}
     invocation = Invocation(
         argv=[word.format_map(values) for word in trainer.argv],
         env={name: _fill_template(value, values, environment) for name, value in trainer.env.items()},
@@ -283,18 +273,12 @@ def build_invocation(
         python=python,
     )
     # Values such as an arm's name may produce a reserved path although the templates were checked
-    reserved_paths = (
-        [invocation.metrics_path] if _is_reserved_path(invocation.metrics_path, str(run_dir)) else []
-    )
-    reserved_paths += [
-        word
-        for word in (*invocation.argv, *invocation.env.values())
-        if _mentioned_run_file(word, str(run_dir))
-    ]
-    if reserved_paths:
-        raise RecipeError(
-            f"trainer: got {shortened(reserved_paths[0])}, which is reserved for abrun; choose another name"
-        )
+    words = (*invocation.argv, *invocation.env.values())
+    reserved = [word for word in words if _mentioned_run_file(word, str(run_dir))]
+    if _is_reserved_path(invocation.metrics_path, str(run_dir)):
+        reserved.insert(0, invocation.metrics_path)
+    for path in reserved:
+        raise RecipeError(f"trainer: got {shortened(path)}, which is reserved for abrun; choose another name")
     return invocation
 
 

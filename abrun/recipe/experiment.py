@@ -16,23 +16,16 @@ from typing import Annotated, Any, Self
 from pydantic import Field, field_validator
 
 from abrun.errors import RecipeError
+from abrun.recipe import merging
 from abrun.recipe.claims import Compare, Controls
 from abrun.recipe.command import CommandRunConfig
 from abrun.recipe.faults import LIBRARY, ONE_ULP, InjectedFault, unmet_need
 from abrun.recipe.launcher import LauncherSettings
-from abrun.recipe.merging import (
-    apply_override,
-    drop_foreign_nulls,
-    merge,
-    read_with_defaults,
-    refuse_shadowed,
-    type_lacks_key,
-)
 from abrun.recipe.policy import RecipePolicy
 from abrun.recipe.reading import dotted, nested, read_launched_recipe, refuse_secrets
 from abrun.recipe.refusals import describe_unknown_key, shortened, validated
 from abrun.recipe.run import ClusterConfig, OwnRunConfig, can_change_numbers, recorded_source
-from abrun.recipe.section import FieldError, RuleError, Section, rule
+from abrun.recipe.section import FieldError, RuleError, Section, matching, rule
 from abrun.runs.files import is_directory
 from abrun.runs.layout import NAME_PATTERN
 from abrun.runs.migrations import REMOVED, drop_removed, migrate
@@ -66,7 +59,7 @@ AUTO_SETTINGS = {
 class ExperimentDeclaration(Section):
     """Declaration of an experiment around a base run: arms as dotted differences, seeds, the comparison."""
 
-    name: str
+    name: Annotated[str, matching(NAME_PATTERN, "letters, digits, '.', '_' and '-', at most 100")]
     # arm -> its differences as dotted keys; one arm is named baseline, unless compare.reference replaces it
     arms: dict[str, dict[str, Any]]
     seeds: list[Annotated[int, Field(ge=0, lt=2**31)]] = Field(min_length=1, max_length=MAX_SEEDS)
@@ -101,23 +94,13 @@ class ExperimentDeclaration(Section):
                 "use two or more, or compare.claims: [] for the step-one check alone"
             )
 
-    @field_validator("name")
-    @classmethod
-    def _check_name(cls, name: str) -> str:
-        if not re.fullmatch(NAME_PATTERN, name):
-            raise FieldError(
-                f"got {shortened(name)}; allowed: letters, digits, '.', '_' and '-', at most 100"
-            )
-        return name
-
     @field_validator("seeds", mode="before")
     @classmethod
     def _check_seeds(cls, seeds: Any) -> Any:
         if isinstance(seeds, int) and not isinstance(seeds, bool) and 0 <= seeds <= MAX_SEEDS:
             count = f"; for {seeds} seeds use --seeds 0-{seeds - 1} or list them here" * (seeds > 1)
-            raise FieldError(
-                f"got {seeds}, which is not a list{count}; for the single seed {seeds} write [{seeds}]"
-            )
+            single = f"for the single seed {seeds} write [{seeds}]"
+            raise FieldError(f"got {seeds}, which is not a list{count}; {single}")
         return seeds
 
     @field_validator("arms")
@@ -132,10 +115,9 @@ class ExperimentDeclaration(Section):
             )
         for arm, change in arms.items():
             if RUNS_PER_GPU in (flat := dotted(change)):
-                raise RuleError(
-                    f"arms.{arm}.{RUNS_PER_GPU}: got {shortened(flat[RUNS_PER_GPU])} in an arm, but all runs "
-                    "of an experiment share GPUs alike; set it outside arms"
-                )
+                got = f"arms.{arm}.{RUNS_PER_GPU}: got {shortened(flat[RUNS_PER_GPU])} in an arm"
+                why = "all runs of an experiment share GPUs alike"
+                raise RuleError(f"{got}, but {why}; set it outside arms")
         return arms
 
     @property
@@ -156,14 +138,12 @@ class ExperimentDeclaration(Section):
                 f"{AUTO_SETTINGS[key].instead} (to see which fit: abrun launch RECIPE --dry-run "
                 "--device-memory 80GiB)"
             )
-        base, change = (
-            self.model_dump(exclude=set(ExperimentDeclaration.model_fields)),
-            nested(self.arms[arm]),
-        )
+        base = self.model_dump(exclude=set(ExperimentDeclaration.model_fields))
+        change = nested(self.arms[arm])
         model = RUN_CONFIGS[_trainer_type(change, source) or base["trainer"]["type"]]
         if not isinstance(self, model):  # the arm has another trainer: drop keys of the base's trainer
             base = {key: value for key, value in base.items() if key in model.model_fields}
-        return validated(model, drop_foreign_nulls(merge(base, change)), source)
+        return validated(model, merging.drop_foreign_nulls(merging.merge(base, change)), source)
 
     @property
     def auto_keys(self) -> tuple[str, ...]:
@@ -175,9 +155,9 @@ class ExperimentDeclaration(Section):
         if not self.auto_keys:
             return self
         chosen = {key: AUTO_SETTINGS[key].values[0] for key in self.auto_keys} | dict(values or {})
-        tree = merge(self.model_dump(), nested(chosen))
+        tree = merging.merge(self.model_dump(), nested(chosen))
         for arm, change in self.arms.items():  # an arm whose backend lacks the key gets no value
-            tree["arms"][arm] = {key: None for key in chosen if type_lacks_key(change, key)} | change
+            tree["arms"][arm] = {key: None for key in chosen if merging.type_lacks_key(change, key)} | change
         return validated(type(self), tree, self.name)
 
     @property
@@ -191,22 +171,17 @@ class ExperimentDeclaration(Section):
         if any(recorded_source(self.run_config(treatment)) == BASELINE for treatment in self.arms):
             # Controls train on the baseline's rollouts, as the treatments do
             change = {"rollout": {"engine": "recorded", "from": BASELINE}}
-            baseline = validated(OwnRunConfig, merge(baseline.model_dump(), change), self.name)
+            baseline = validated(OwnRunConfig, merging.merge(baseline.model_dump(), change), self.name)
         field = "ulp_reruns" if injected.name == ONE_ULP else "faults"
         source = f"{self.name}: controls.{field}"
+        got = f"{source}: got {injected.name!r}"
         if not isinstance(baseline, OwnRunConfig):
-            raise RecipeError(
-                f"{source}: got {injected.name!r} with a foreign trainer, but faults can only be injected "
-                "into abrun's own; drop it"
-            )
+            why = "with a foreign trainer, but faults can only be injected into abrun's own"
+            raise RecipeError(f"{got} {why}; drop it")
         if baseline.injected_fault is not None:
-            raise RecipeError(
-                f"{source}: got {injected.name!r}, but the baseline already has an injected fault; drop one "
-                "of them"
-            )
-        lacks = unmet_need(LIBRARY[injected.name], baseline)
-        if lacks:
-            raise RecipeError(f"{source}: got {injected.name!r}, which {lacks}, or drop the fault")
+            raise RecipeError(f"{got}, but the baseline already has an injected fault; drop one of them")
+        if lacks := unmet_need(LIBRARY[injected.name], baseline):
+            raise RecipeError(f"{got}, which {lacks}, or drop the fault")
         content = {**baseline.model_dump(), "injected_fault": injected.model_dump()}
         return validated(OwnRunConfig, content, source)
 
@@ -221,18 +196,14 @@ class Recipe(ExperimentDeclaration, OwnRunConfig):
     def _refuse_auto_in_arms(self) -> None:
         for arm, change in self.arms.items():
             for key in (key for key in AUTO_SETTINGS if dotted(change).get(key) == "auto"):
-                raise RuleError(
-                    f"arms.{arm}.{key}: got 'auto', which is decided for all arms together; set it outside "
-                    f"arms, or use {AUTO_SETTINGS[key].instead}"
-                )
+                got = f"arms.{arm}.{key}: got 'auto', which is decided for all arms together"
+                raise RuleError(f"{got}; set it outside arms, or use {AUTO_SETTINGS[key].instead}")
             settings = {MICRO_BATCH_TOKENS: self.policy.micro_batch_tokens, **dotted(change)}
             padded, size = settings.get("policy.packing") is False, settings.get("policy.micro_batch_size")
             if settings[MICRO_BATCH_TOKENS] == "auto" and (padded or size):
-                name, got = ("packing", "false") if padded else ("micro_batch_size", size)
-                raise RuleError(
-                    f"arms.{arm}.policy.{name}: got {got} with {MICRO_BATCH_TOKENS} 'auto'; in this arm set "
-                    f"{MICRO_BATCH_TOKENS}: null, too"
-                )
+                name, value = ("packing", "false") if padded else ("micro_batch_size", size)
+                got = f"arms.{arm}.policy.{name}: got {value} with {MICRO_BATCH_TOKENS} 'auto'"
+                raise RuleError(f"{got}; in this arm set {MICRO_BATCH_TOKENS}: null, too")
 
 
 class CommandRecipe(ExperimentDeclaration, CommandRunConfig):
@@ -256,21 +227,18 @@ def load_recipe(
     `is_launched` may have keys of an earlier version. Raises RecipeError, one line: field, value received,
     what is allowed, what to do.
     """
+    is_folder, overrides = is_directory(path), list(overrides)
     try:
-        tree = (
-            read_launched_recipe(path)
-            if is_directory(path)
-            else _find_reference(read_with_defaults(path), path.parent)
-        )
+        tree = read_launched_recipe(path) if is_folder else merging.read_with_defaults(path)
+        tree = tree if is_folder else _find_reference(tree, path.parent)
         raw = _convert_arms(tree, lambda change: nested(dotted(change)))
-        overrides = list(overrides)
         for override in overrides:
-            raw = apply_override(raw, override)
-        raw = drop_foreign_nulls(_convert_arms(raw, dotted))
+            raw = merging.apply_override(raw, override)
+        raw = merging.drop_foreign_nulls(_convert_arms(raw, dotted))
         raw = drop_removed(migrate(raw)) if is_launched else raw
-        refuse_shadowed(raw, overrides)
+        merging.refuse_shadowed(raw, overrides)
         refuse_secrets(raw, str(path))
-        raw = raw if is_directory(path) else _with_recipe_dir(raw, str(path.parent.resolve()))
+        raw = raw if is_folder else _with_recipe_dir(raw, str(path.parent.resolve()))
     except RecursionError:
         raise RecipeError(f"{path}: nested too deeply; a recipe needs only a few levels") from None
     recipe = _parse_recipe(raw, str(path))

@@ -170,16 +170,11 @@ def megatron_refusal(packages: Mapping[str, str] | None = None) -> str | None:
     if version is None:
         return needs_package(field, "megatron", package, install, instead="type: dtensor")
     numbers = tuple(int(digits) for digits in re.findall(r"\d+", version)[:3])
+    got = f"{field}: got 'megatron' with {package} {version}"
     if not MIN_MEGATRON <= numbers < MEGATRON_UPPER_BOUND:
-        return (
-            f"{field}: got 'megatron' with {package} {version}, but supported are {MEGATRON_VERSIONS}; "
-            f"{install}"
-        )
+        return f"{got}, but supported are {MEGATRON_VERSIONS}; {install}"
     if numbers >= MIN_MEGATRON_IMPORTING_TRITON and "triton" not in packages:
-        return (
-            f"{field}: got 'megatron' with {package} {version}, which needs the missing package triton; "
-            f"{install}"
-        )
+        return f"{got}, which needs the missing package triton; {install}"
     return None
 
 
@@ -216,24 +211,21 @@ def missing_sampling_masks(packages: Mapping[str, str] | None = None) -> str | N
     if not installed:
         return "without vLLM"
     name, version = next(iter(installed.items()))
-    release = vllm_release(version)
+    release, got = vllm_release(version), f"with {name} {version}"
     if release is None or release < MIN_VLLM_WITH_SAMPLING_MASKS:
         oldest = "{}.{}".format(*MIN_VLLM_WITH_SAMPLING_MASKS)
-        return (
-            f"with {name} {version}, which does not report the tokens it samples from (vLLM does from "
-            f"{oldest})"
-        )
+        return f"{got}, which does not report the tokens it samples from (vLLM does from {oldest})"
     if name == CPU_BUILD and release < MIN_CPU_BUILD_WITH_TRITON:
         oldest = "{}.{}".format(*MIN_CPU_BUILD_WITH_TRITON)
         return (
-            f"with {name} {version}, which finds no Triton for CPUs and so does not report the tokens it "
-            f"samples from ({name} does from {oldest})"
+            f"{got}, which finds no Triton for CPUs and so does not report the tokens it samples from "
+            f"({name} does from {oldest})"
         )
     backends = importlib.metadata.entry_points(group="triton.backends")
     if (name == CPU_BUILD or "cpu" in version) and not any(entry.name == "cpu" for entry in backends):
         return (
-            f"with {name} {version} but without Triton for CPUs, so vLLM does not report the tokens it "
-            "samples from (install triton-cpu)"
+            f"{got} but without Triton for CPUs, so vLLM does not report the tokens it samples from (install "
+            "triton-cpu)"
         )
     return None
 

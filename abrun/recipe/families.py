@@ -157,26 +157,20 @@ def heads_misfit(
 def megatron_misfit(model: Mapping[str, Any], settings: Megatron) -> str | None:
     """Return why megatron-core cannot build and shard a model so; None if nothing prevents it."""
     family, experts = model.get("model_type"), settings.expert_parallel
+    got = f"policy.backend.type: got 'megatron' with a {family} model"
     if family is not None and family not in PLAIN_DECODERS:
-        return (
-            f"policy.backend.type: got 'megatron' with a {family} model, which it does not support; use "
-            f"type: dtensor, or a model of {listed(PLAIN_DECODERS)}"
-        )
+        decoders = listed(PLAIN_DECODERS)
+        return f"{got}, which it does not support; use type: dtensor, or a model of {decoders}"
     if (obstacle := attention_obstacle(model)) is not None:
-        return (
-            f"policy.backend.type: got 'megatron' with a {family} model, {obstacle}, but it only supports "
-            "full attention; use type: dtensor"
-        )
+        return f"{got}, {obstacle}, but it only supports full attention; use type: dtensor"
     if family == "qwen3_moe" and settings.tensor_parallel > 1 and experts == 1:
         return (
             f"policy.backend.expert_parallel: got 1 with tensor_parallel {settings.tensor_parallel}, but "
             "experts are not sharded by tensor parallelism; use 2 or more, or tensor_parallel: 1"
         )
     if family not in (None, "qwen3_moe") and experts > 1:
-        return (
-            f"policy.backend.expert_parallel: got {experts} with a {family} model, which has no experts; use "
-            "1"
-        )
+        why = f"with a {family} model, which has no experts"
+        return f"policy.backend.expert_parallel: got {experts} {why}; use 1"
     for name, dimension, units in MEGATRON_DIVISIONS:
         ranks, size = getattr(settings, name), model.get(dimension)
         if isinstance(size, int) and size % ranks:

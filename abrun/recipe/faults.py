@@ -35,12 +35,10 @@ class Fault:
     any_algorithm: bool = False  # True: needs no advantages, so SFT and DPO can have it
 
 
-def _read_library(path: Path) -> dict[str, Fault]:
-    rows = tomllib.loads(path.read_text(encoding="utf-8")).items()
-    return {name: Fault(name=name, **{**row, "needs": tuple(row.get("needs", ()))}) for name, row in rows}
-
-
-LIBRARY = _read_library(Path(__file__).with_suffix(".toml"))
+_ROWS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+LIBRARY = {
+    name: Fault(name=name, **{**row, "needs": tuple(row.get("needs", ()))}) for name, row in _ROWS.items()
+}
 FAULTS = tuple(fault for name, fault in LIBRARY.items() if name != ONE_ULP)
 
 # Name of a need -> whether a run meets it, and a clause with the setting that does

@@ -14,27 +14,22 @@ from abrun.messages.numbers import listed
 from abrun.recipe.implementations import find_scheduler, scheduler_names
 from abrun.recipe.reading import parse_yaml, refuse_secrets
 from abrun.recipe.refusals import shortened, type_name, validated
-from abrun.recipe.section import Count, FieldError, Section, check_line, check_word
+from abrun.recipe.section import Count, FieldError, Section, check_line, check_word, matching
 from abrun.runs.files import read_regular
 from abrun.runs.redaction import REFERENCE
 
-TIME_PATTERN = r"(\d+-)?\d+(:\d{1,2}){0,2}"  # minutes, minutes:seconds, hours:minutes:seconds, days-hours...
+# Minutes, minutes:seconds, hours:minutes:seconds, days-hours...
+TIME_PATTERN = r"(\d{1,9}-)?\d{1,9}(:\d{1,2}){0,2}"
 RESERVED_SBATCH_OPTIONS = (  # noqa: SIM905 (set by abrun from the recipe)
     "account array chdir constraint container-image cpus-per-task dependency error export gpus gpus-per-node "
     "gres job-name no-requeue nodes ntasks ntasks-per-node open-mode output parsable partition qos requeue "
     "signal test-only time wait wrap"
 ).split()
 MAX_PROFILE_BYTES = 1 << 16
-MAX_TIME_LENGTH = 253
 VARIABLE_PATTERN = "[A-Za-z_][A-Za-z0-9_]*"
 
 
-def _check_duration(value: str) -> str:
-    if len(value) > MAX_TIME_LENGTH or not re.fullmatch(TIME_PATTERN, value):
-        raise FieldError(f"got {shortened(value)}; allowed: '90' (minutes), '2:00:00' or '1-12:00:00'")
-    return value
-
-
+Duration = Annotated[str, matching(TIME_PATTERN, "'90' (minutes), '2:00:00' or '1-12:00:00'")]
 Word = Annotated[str, AfterValidator(check_word)]
 Line = Annotated[str, AfterValidator(check_line)]
 Lines = Annotated[list[str], AfterValidator(lambda lines: [check_line(line) for line in lines])]
@@ -62,7 +57,7 @@ class Slurm(Section):
     qos: Line | None = None
     constraint: Line | None = None
     # Time limit of a job in sbatch's format ("2:00:00"). A longer run resumes in the next job
-    time: Annotated[str, AfterValidator(_check_duration)] | None = None
+    time: Duration | None = None
     # Seconds before the time limit at which runs save a checkpoint and stop
     save_s: Annotated[int, Field(ge=1, le=65535)] = 120
     # Maximum restarts of a job after its time limit, preemption or a fault

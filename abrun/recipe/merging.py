@@ -161,9 +161,8 @@ class _RecipeFiles:
         named = Path(os.path.realpath(path.parent), path.name)
         if named not in self._trees:
             if max(len(chain), len(self._trees)) >= MAX_FILES:
-                raise RecipeError(
-                    f"{path}: defaults: the recipe inherits from more than {MAX_FILES} files; merge some"
-                )
+                problem = f"the recipe inherits from more than {MAX_FILES} files"
+                raise RecipeError(f"{path}: defaults: {problem}; merge some")
             self._trees[named] = self._read(path, (*chain, resolved))
         return self._trees[named]
 
@@ -175,12 +174,10 @@ class _RecipeFiles:
             raise RecipeError(f"{path}: got {shortened(raw)}; allowed: a mapping of keys to values")
         parents = raw.pop("defaults", [])
         parents = [parents] if isinstance(parents, str) else parents
-        if not isinstance(parents, list) or not all(
-            isinstance(parent, str) and parent.isprintable() and len(parent) < 1000 for parent in parents
-        ):
-            raise RecipeError(
-                f"{path}: defaults: got {shortened(parents)}; allowed: a path or a list of paths"
-            )
+        paths = parents if isinstance(parents, list) else [None]
+        if not all(isinstance(text, str) and text.isprintable() and len(text) < 1000 for text in paths):
+            got = shortened(parents)
+            raise RecipeError(f"{path}: defaults: got {got}; allowed: a path or a list of paths")
         if len(parents) > MAX_PARENTS:
             raise RecipeError(f"{path}: defaults: got {len(parents)} paths; allowed: at most {MAX_PARENTS}")
         merged: dict[str, Any] = {}

@@ -244,21 +244,17 @@ class Policy(Section):
                 f"policy.compile: got true with backend {backend.type!r}{ranks}; use compile: false, or "
                 "type: dtensor without tensor, context and expert parallelism"
             )
-        if self.liger and self.compile:
-            raise RuleError(
-                "policy.liger: got true with compile: true, which generates its own kernels; use liger: "
-                "false, or compile: false on dtensor"
-            )
-        if self.liger and backend.type != "dtensor":
-            raise RuleError(
-                f"policy.liger: got true with backend {backend.type!r}, which has its own kernels; use "
-                "liger: false, or compile: false on dtensor"
-            )
-        if self.liger and backend.tensor_parallel > 1:
-            raise RuleError(
-                f"policy.liger: got true with tensor_parallel {backend.tensor_parallel}, but Liger kernels "
-                "are untested on sharded layers; use liger: false, or tensor_parallel: 1"
-            )
+        conflict, instead = "", "compile: false on dtensor"
+        if self.compile:
+            conflict = "compile: true, which generates its own kernels"
+        elif backend.type != "dtensor":
+            conflict = f"backend {backend.type!r}, which has its own kernels"
+        elif backend.tensor_parallel > 1:
+            sharded = f"tensor_parallel {backend.tensor_parallel}"
+            conflict = f"{sharded}, but Liger kernels are untested on sharded layers"
+            instead = "tensor_parallel: 1"
+        if self.liger and conflict:
+            raise RuleError(f"policy.liger: got true with {conflict}; use liger: false, or {instead}")
         if self.activation_checkpointing == "selective" and not self.compile:
             raise RuleError(
                 "policy.activation_checkpointing: got 'selective' without compile; use compile: true, or "
@@ -269,24 +265,19 @@ class Policy(Section):
     def _check_packing(self) -> None:
         tokens, size, backend = self.micro_batch_tokens, self.micro_batch_size, self.backend
         ranks = backend.context_parallel
+        share = "policy.share_prompts"
         if not self.packing:
-            self.require_default("policy.share_prompts", "without packing", "packing: true")
+            self.require_default(share, "without packing", "packing: true")
         if backend.type != "dtensor":
-            self.require_default("policy.share_prompts", f"with backend {backend.type!r}", "type: dtensor")
+            self.require_default(share, f"with backend {backend.type!r}", "type: dtensor")
         if ranks > 1:
-            self.require_default(
-                "policy.share_prompts", f"with context_parallel {ranks}", "context_parallel: 1"
-            )
+            self.require_default(share, f"with context_parallel {ranks}", "context_parallel: 1")
+        got = f"policy.micro_batch_tokens: got {shortened(tokens)}"
         if tokens is not None and not self.packing:
-            raise RuleError(
-                f"policy.micro_batch_tokens: got {shortened(tokens)} without packing; use packing: true, or "
-                "micro_batch_size"
-            )
+            raise RuleError(f"{got} without packing; use packing: true, or micro_batch_size")
         if tokens is not None and size is not None:
-            raise RuleError(
-                f"policy.micro_batch_tokens: got {shortened(tokens)} with micro_batch_size {size}; give one "
-                "of the two (the other null)"
-            )
+            both = f"with micro_batch_size {size}; give one of the two (the other null)"
+            raise RuleError(f"{got} {both}")
 
     @property
     def head_dtype(self) -> Precision:
@@ -415,10 +406,8 @@ class Rollout(_Source):
         for name, reason in unsupported.items() if self.engine == "torch" else ():
             self.require_default(f"rollout.{name}", f"with engine 'torch', {reason}", "engine: vllm")
         if self.devices is not None and self.devices % self.tensor_parallel:
-            raise RuleError(
-                f"rollout.tensor_parallel: got {self.tensor_parallel} with devices {self.devices}; use a "
-                f"divisor of {self.devices}"
-            )
+            got = f"rollout.tensor_parallel: got {self.tensor_parallel} with devices {self.devices}"
+            raise RuleError(f"{got}; use a divisor of {self.devices}")
         if self.engine != "recorded":
             reason = f"with engine {self.engine!r}, which samples"
             self.require_default("rollout.from", reason, "engine: recorded")
@@ -450,18 +439,13 @@ class Rollout(_Source):
 
         With `exact_support: null` this depends on the installed vLLM.
         """
-        if not self.filters.drop_tokens or self.exact_support is False:
-            return False
-        if self.engine != "vllm" or self.exact_support is True:
-            return self.engine == "torch" or self.exact_support is True
-        return missing_sampling_masks() is None
+        if not self.filters.drop_tokens or self.exact_support is not None:
+            return bool(self.exact_support) and self.filters.drop_tokens
+        return self.engine == "torch" or (self.engine == "vllm" and missing_sampling_masks() is None)
 
     def support_refusal(self, packages: Mapping[str, str] | None = None) -> str | None:
         """Return why the installed vLLM cannot record the required token sets; None if it can."""
         demanded = self.engine == "vllm" and self.exact_support and self.filters.drop_tokens
-        missing = missing_sampling_masks(packages) if demanded else None
-        return (
-            f"rollout.exact_support: got true {missing}; use engine: torch, or exact_support: false"
-            if missing
-            else None
-        )
+        if missing := missing_sampling_masks(packages) if demanded else None:
+            return f"rollout.exact_support: got true {missing}; use engine: torch, or exact_support: false"
+        return None

@@ -73,14 +73,14 @@ def _describe(error: Any, model: type[BaseModel]) -> str:
     if kind == "missing":
         return f"{field}: missing; add it to the recipe"
     if kind == "extra_forbidden":
-        if types := _types_with_key(names[-1], siblings):
-            allowed = ", ".join(map(repr, types))
+        types = [type_name(section) for section in siblings if names[-1] in section.model_fields]
+        if allowed := ", ".join(repr(name) for name in types if name):
             return (
                 f"{field}: not a key of this type; use type: {allowed}, or drop it (null if it is inherited)"
             )
         return f"{field}: {describe_unknown_key(field, owners[0])}"
     if kind == "union_tag_not_found":
-        return f"{field}.type: missing; allowed: {', '.join(map(repr, _type_names(sections)))}"
+        return f"{field}.type: missing; allowed: {', '.join(repr(type_name(each)) for each in sections)}"
     if kind == "union_tag_invalid":
         field, got, allowed = f"{field}.type", details["tag"], details["expected_tags"]
     else:
@@ -89,7 +89,9 @@ def _describe(error: Any, model: type[BaseModel]) -> str:
         allowed = ALLOWED.get(kind, "another kind of value").format(**limits)
     if isinstance(got, str) and (instead := REMOVED_SETTINGS.get(f"{field}: {got}")):
         return f"{field}: got {got!r}, which was removed; {instead}"
-    if kind == "list_type" and names and _is_list_of_integers(owners[0], names[-1]):
+    items = owners[0].model_fields.get(names[-1]) if kind == "list_type" and names else None
+    item_types = get_args(items.annotation) if items else ()
+    if item_types and int in (item_types[0], *get_args(item_types[0])):
         advice = _suggest_number_list(got)
         return f"{field}: got {shortened(got)}; allowed: a list of numbers{advice or ', such as [4, 8]'}"
     advice = _suggest_spelling(kind, got, allows_sections=bool(sections))
@@ -112,11 +114,6 @@ def _suggest_spelling(kind: str, got: Any, *, allows_sections: bool) -> str:
     if kind == "list_type" and isinstance(got, str | bool | int | float) and not allows_sections:
         return f"; write [{shortened(got)}]"
     return ""
-
-
-def _is_list_of_integers(section: type[BaseModel], name: str) -> bool:
-    items = get_args(section.model_fields[name].annotation) if name in section.model_fields else ()
-    return bool(items) and int in (items[0], *get_args(items[0]))
 
 
 def _suggest_number_list(got: Any) -> str:
@@ -169,14 +166,6 @@ def type_name(section: type[BaseModel]) -> str | None:
     """Return the `type` that selects a section (the first of several), or None."""
     kind = section.model_fields.get("type")
     return get_args(kind.annotation)[0] if kind else None
-
-
-def _type_names(sections: Iterable[type[BaseModel]]) -> list[str | None]:
-    return [type_name(section) for section in sections]
-
-
-def _types_with_key(key: str, siblings: Iterable[type[BaseModel]]) -> list[str | None]:
-    return _type_names(section for section in siblings if key in section.model_fields and type_name(section))
 
 
 def describe_unknown_key(field: str, section: type[BaseModel]) -> str:

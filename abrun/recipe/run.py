@@ -1,7 +1,6 @@
 """Resolved configuration of one training run."""
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Annotated, Literal
@@ -12,7 +11,17 @@ from abrun.messages.codes import Code, Reason
 from abrun.recipe.algorithms import Dpo, Grpo, PolicyGradientSettings, Ppo, Sft
 from abrun.recipe.faults import ACCEPT_FAULT_NAME_OR_NONE, LIBRARY, InjectedFault, unmet_need
 from abrun.recipe.policy import NO_FILTERS, Filters, Model, Policy, Rollout, check_vllm_temperature
-from abrun.recipe.section import Count, Env, FieldError, PathText, Positive, RuleError, Section, rule
+from abrun.recipe.section import (
+    Count,
+    Env,
+    FieldError,
+    PathText,
+    Positive,
+    RuleError,
+    Section,
+    matching,
+    rule,
+)
 from abrun.recipe.tasks import CompletionsTask, PreferencesTask, TaskConfig, Validation
 from abrun.runs.redaction import REFERENCE, shortened, yaml_text
 
@@ -64,20 +73,14 @@ class ClusterConfig(Section):
     @rule
     def _check_devices(self) -> None:
         if self.gpus_per_node and self.cpu_ranks > 1:
-            raise RuleError(
-                f"cluster.cpu_ranks: got {self.cpu_ranks} with gpus_per_node {self.gpus_per_node}; a run "
-                "trains on GPUs or on CPU cores: drop one of the two"
-            )
+            got = f"cluster.cpu_ranks: got {self.cpu_ranks} with gpus_per_node {self.gpus_per_node}"
+            raise RuleError(f"{got}; a run trains on GPUs or on CPU cores: drop one of the two")
+        got = f"cluster.runs_per_gpu: got {self.runs_per_gpu}"
         if self.runs_per_gpu > 1 and not self.gpus_per_node:
-            raise RuleError(
-                f"cluster.runs_per_gpu: got {self.runs_per_gpu} with gpus_per_node 0, which leaves no GPU to "
-                "share; use 1 (--jobs sets the number of parallel runs on CPU cores)"
-            )
+            instead = "use 1 (--jobs sets the number of parallel runs on CPU cores)"
+            raise RuleError(f"{got} with gpus_per_node 0, which leaves no GPU to share; {instead}")
         if self.runs_per_gpu > 1 and self.nodes > 1:
-            raise RuleError(
-                f"cluster.runs_per_gpu: got {self.runs_per_gpu} with nodes {self.nodes}, but only runs of "
-                "one node share GPUs; use 1"
-            )
+            raise RuleError(f"{got} with nodes {self.nodes}, but only runs of one node share GPUs; use 1")
 
     @property
     def ranks_per_node(self) -> int:
@@ -88,18 +91,15 @@ class ClusterConfig(Section):
         return self.nodes * self.ranks_per_node
 
 
+WANDB_PATTERN = r"[^/\\#?%:\s]([^/\\#?%:\t\n\r]{0,126}[^/\\#?%:\s])?"
+WandbName = Annotated[str, matching(WANDB_PATTERN, "1 to 128 characters without / \\ # ? % :")]
+
+
 class Wandb(Section):
     """Upload of metrics to wandb. WANDB_ variables apply as usual."""
 
-    project: str = "abrun"
-    entity: str | None = None
-
-    @field_validator("project", "entity")
-    @classmethod
-    def _check_wandb_name(cls, name: str | None) -> str | None:
-        if name is not None and not re.fullmatch(r"[^/\\#?%:\s]([^/\\#?%:\t\n\r]{0,126}[^/\\#?%:\s])?", name):
-            raise FieldError(f"got {shortened(name)}; allowed: 1 to 128 characters without / \\ # ? % :")
-        return name
+    project: WandbName = "abrun"
+    entity: WandbName | None = None
 
 
 class Limits(Section):
@@ -211,10 +211,8 @@ class OwnRunConfig(RunConfig):
     def _check_sharing(self) -> None:
         runs = self.cluster.runs_per_gpu
         if runs > 1 and self.engine_devices:
-            raise RuleError(
-                f"cluster.runs_per_gpu: got {runs} with rollout.devices {self.rollout.devices}, whose "
-                "engines take whole GPUs; use 1, or rollout.devices: null"
-            )
+            got = f"cluster.runs_per_gpu: got {runs} with rollout.devices {self.rollout.devices}"
+            raise RuleError(f"{got}, whose engines take whole GPUs; use 1, or rollout.devices: null")
         if runs > 1 and (share := self.rollout.gpu_memory_utilization):
             raise RuleError(
                 f"rollout.gpu_memory_utilization: got {share} with cluster.runs_per_gpu {runs}, whose runs "
@@ -276,10 +274,8 @@ class OwnRunConfig(RunConfig):
             )
         punishment = getattr(self.algorithm, "overlong_punishment", None)
         if punishment and punishment.buffer > (longest := self.rollout.max_new_tokens):
-            raise RuleError(
-                f"algorithm.overlong_punishment.buffer: got {punishment.buffer}, more than "
-                f"rollout.max_new_tokens {longest}; use {longest} or less"
-            )
+            got = f"algorithm.overlong_punishment.buffer: got {punishment.buffer}"
+            raise RuleError(f"{got}, more than rollout.max_new_tokens {longest}; use {longest} or less")
         value_dtype = getattr(self.algorithm, "value_head_dtype", "float32")
         if value_dtype != "float32" and self.policy.backend.type == "megatron":
             raise RuleError(
@@ -319,16 +315,13 @@ class OwnRunConfig(RunConfig):
                 "kernels for CPUs; use batch_invariant: false, or GPUs"
             )
         conflict = "with policy.logprobs.one_pass, which needs a per-token loss, but a token's loss in"
-        if one_pass and isinstance(algorithm, Grpo) and algorithm.loss == "gspo":
-            raise RuleError(
-                f"algorithm.loss: got 'gspo' {conflict} GSPO depends on the whole sequence; use one_pass: "
-                "false"
-            )
-        if one_pass and algorithm.type == "dpo":
-            raise RuleError(
-                f"algorithm.type: got 'dpo' {conflict} DPO depends on both completions of a pair; use "
-                "one_pass: false"
-            )
+        problem = ""
+        if isinstance(algorithm, Grpo) and algorithm.loss == "gspo":
+            problem = f"loss: got 'gspo' {conflict} GSPO depends on the whole sequence"
+        elif algorithm.type == "dpo":
+            problem = f"type: got 'dpo' {conflict} DPO depends on both completions of a pair"
+        if one_pass and problem:
+            raise RuleError(f"algorithm.{problem}; use one_pass: false")
         if isinstance(algorithm, PolicyGradientSettings) and task in ("completions", "preferences"):
             raise RuleError(
                 f"task.type: got {task!r} with algorithm.type {algorithm.type!r}, which needs a task that "
@@ -355,10 +348,8 @@ class OwnRunConfig(RunConfig):
             policy.require_default("policy.router_aux_loss_coefficient", reason, "")
             policy.require_default("policy.replay_routing", reason, "")
         if experts is not None and experts % (ranks := policy.backend.expert_parallel):
-            raise RuleError(
-                f"policy.backend.expert_parallel: got {ranks} with model.preset {preset!r}, whose layers "
-                f"have {experts} experts; use a divisor of {experts}"
-            )
+            got = f"policy.backend.expert_parallel: got {ranks} with model.preset {preset!r}"
+            raise RuleError(f"{got}, whose layers have {experts} experts; use a divisor of {experts}")
         if policy.replay_routing and not isinstance(self.algorithm, PolicyGradientSettings):
             raise RuleError(
                 f"policy.replay_routing: got true with algorithm.type {self.algorithm.type!r}, which has no "
@@ -368,16 +359,14 @@ class OwnRunConfig(RunConfig):
     def find_new_problem(self) -> str | None:
         """Return the rule that this run breaks but those of earlier versions may; None if there is none."""
         algorithm = self.algorithm
-        if (
-            isinstance(algorithm, PolicyGradientSettings)
-            and algorithm.kl_coefficient > 0
-            and (algorithm.kl_in, algorithm.kl_estimator) == ("loss", "k1")
-        ):
-            return (
-                "algorithm.kl_estimator: got 'k1' with kl_in 'loss', where its expected gradient is zero; "
-                "use kl_estimator: k2, k3 or k3+, or kl_in: reward"
-            )
-        return None
+        if not isinstance(algorithm, PolicyGradientSettings) or not algorithm.kl_coefficient:
+            return None
+        if (algorithm.kl_in, algorithm.kl_estimator) != ("loss", "k1"):
+            return None
+        return (
+            "algorithm.kl_estimator: got 'k1' with kl_in 'loss', where its expected gradient is zero; use "
+            "kl_estimator: k2, k3 or k3+, or kl_in: reward"
+        )
 
     @property
     def engine_devices(self) -> int:
@@ -480,12 +469,8 @@ def set_microbatch_size(config: OwnRunConfig, num_sequences: int) -> OwnRunConfi
     config = config.model_copy(update={"policy": policy})
     if not isinstance(config.algorithm, Grpo):
         return config
-    ungrouped = {
-        "group_size": 1,
-        "advantage_baseline": "none",
-        "normalize_advantages": False,
-        "normalize_over": "group",
-    }
+    ungrouped = {"group_size": 1, "advantage_baseline": "none"}
+    ungrouped |= {"normalize_advantages": False, "normalize_over": "group"}
     return config.model_copy(update={"algorithm": config.algorithm.model_copy(update=ungrouped)})
 
 

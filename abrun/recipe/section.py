@@ -64,6 +64,17 @@ def require(is_allowed: Callable[[Any], bool], allowed: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+def matching(pattern: str, allowed: str) -> AfterValidator:
+    """Return a validator of texts that refuses those that do not match a pattern."""
+
+    def check(text: str) -> str:
+        if re.fullmatch(pattern, text):
+            return text
+        raise FieldError(f"got {shortened(text)}; allowed: {allowed}")
+
+    return AfterValidator(check)
+
+
 def is_count(value: Any) -> bool:
     return type(value) is int and 0 < value < 2**31
 

@@ -1,11 +1,10 @@
 """Task sections of a recipe: the prompts, how completions are scored, and validation."""
 
-import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
-from abrun.recipe.section import Count, FieldError, NonNegative, PathText, RuleError, Section, rule
+from abrun.recipe.section import Count, NonNegative, PathText, RuleError, Section, matching, rule
 from abrun.runs.redaction import shortened
 
 
@@ -41,13 +40,8 @@ class ReasoningGym(Section):
     answer: Literal["text", "final_number"] = "text"
 
 
-def _check_module_and_function(value: str) -> str:
-    if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", value):
-        raise FieldError(f"got {value[:60]!r}; allowed: module:function, such as my_rewards:judge")
-    return value
-
-
-Verifier = Annotated[str, AfterValidator(_check_module_and_function)]
+VERIFIER_PATTERN = r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*"
+Verifier = Annotated[str, matching(VERIFIER_PATTERN, "module:function, such as my_rewards:judge")]
 
 
 class Problems(Section):

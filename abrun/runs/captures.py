@@ -80,9 +80,8 @@ class Capture:
         except SafetensorError as error:
             raise StoreError(f"{path}: damaged ({error}); capture the step again") from error
         if values.shape != tensor.shape:
-            raise StoreError(
-                f"{path}: {tensor.name} has another shape than in {INDEX}; capture the step again"
-            )
+            problem = f"{tensor.name} has another shape than in {INDEX}"
+            raise StoreError(f"{path}: {problem}; capture the step again")
         return values
 
 
@@ -103,13 +102,12 @@ def write_capture(
         for index, (kind, module, of, values) in enumerate(tensors)
     )
     assert len({tensor.name for tensor in captured}) == len(captured), "two captured tensors of one name"
+    arrays = [np.ascontiguousarray(values, np.float32).reshape(values.shape) for *_, values in tensors]
     with wrap_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / INDEX).unlink(missing_ok=True)
-        arrays = [np.ascontiguousarray(values, np.float32).reshape(values.shape) for *_, values in tensors]
-        save_file(
-            {tensor.name: values for tensor, values in zip(captured, arrays, strict=True)}, folder / VALUES
-        )
+        names = (tensor.name for tensor in captured)
+        save_file(dict(zip(names, arrays, strict=True)), folder / VALUES)
     facts = {
         "step": step,
         "model": model,
@@ -139,11 +137,10 @@ def read_capture(folder: Path) -> Capture:
         )
         names = {field.name for field in fields(Capture)} - {"folder", "tensors"}
         capture = Capture(folder=folder, tensors=tensors, **{name: content[name] for name in names})
-        known = all(
-            tensor.kind in get_args(Kind) and tensor.dtype in (*MANTISSA_BITS, EXACT) for tensor in tensors
-        )
+        kinds, dtypes = {tensor.kind for tensor in tensors}, {tensor.dtype for tensor in tensors}
+        is_known = kinds <= {*get_args(Kind)} and dtypes <= {*MANTISSA_BITS, EXACT}
     except (KeyError, TypeError) as error:
         raise StoreError(f"{path}: damaged; capture the step again") from error
-    if not known or not (folder / VALUES).is_file():
+    if not is_known or not (folder / VALUES).is_file():
         raise StoreError(f"{path}: damaged; capture the step again")
     return capture

@@ -11,18 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from abrun.errors import StoreError
-from abrun.runs.files import (
-    UnreadableError,
-    exists,
-    is_directory,
-    is_file,
-    read_as,
-    read_json,
-    require_access,
-    wrap_read_errors,
-    write_file,
-    write_json,
-)
+from abrun.runs import files
 from abrun.runs.layout import EXPERIMENT, NAME_PATTERN, REPORT, RESULT, VERDICT, RunName
 from abrun.runs.migrations import migrate, migrate_dotted
 from abrun.runs.records import SCHEMA_VERSION, refuse_other_schema
@@ -86,18 +75,18 @@ class _StoredExperiment:
 
 
 def is_experiment(directory: Path) -> bool:
-    with wrap_read_errors(directory / EXPERIMENT):
-        return is_file(directory / EXPERIMENT)
+    with files.wrap_read_errors(directory / EXPERIMENT):
+        return files.is_file(directory / EXPERIMENT)
 
 
-def inaccessible_folders(runs_dir: Path) -> list[UnreadableError]:
+def inaccessible_folders(runs_dir: Path) -> list[files.UnreadableError]:
     """Return an error for each folder in `runs_dir` that this user may not enter."""
-    errors: list[UnreadableError] = []
-    require_access(runs_dir)
-    for folder in sorted(path for path in runs_dir.iterdir() if is_directory(path)):
+    errors: list[files.UnreadableError] = []
+    files.require_access(runs_dir)
+    for folder in sorted(path for path in runs_dir.iterdir() if files.is_directory(path)):
         try:
-            require_access(folder)
-        except UnreadableError as error:
+            files.require_access(folder)
+        except files.UnreadableError as error:
             errors.append(error)
     return errors
 
@@ -113,7 +102,7 @@ def open_experiment(experiment_dir: Path) -> dict[str, Any]:
         if os.path.lexists(experiment_dir / EXPERIMENT):
             raise StoreError(f"{experiment_dir / EXPERIMENT}: not a file; restore it")
         raise StoreError(f"{experiment_dir}: no experiment here; {suggest_experiments(experiment_dir)}")
-    experiment = read_json(experiment_dir / EXPERIMENT)
+    experiment = files.read_json(experiment_dir / EXPERIMENT)
     refuse_other_schema({"schema_version": None, **experiment}, experiment_dir / EXPERIMENT)
     convert = {"recipe": migrate, "decided": migrate_dotted}
     experiment |= {key: convert[key](value) for key, value in experiment.items() if key in convert}
@@ -125,14 +114,14 @@ def open_experiment(experiment_dir: Path) -> dict[str, Any]:
 
 def write_experiment(experiment_dir: Path, content: Mapping[str, Any]) -> None:
     """Write `experiment.json`, adding the schema version to `content`."""
-    write_json(experiment_dir / EXPERIMENT, {"schema_version": SCHEMA_VERSION, **content})
+    files.write_json(experiment_dir / EXPERIMENT, {"schema_version": SCHEMA_VERSION, **content})
 
 
 def write_diff(experiment_dir: Path, changes: str, diff: str) -> str:
     """Store a diff of uncommitted changes under its hash prefix, once, and return the file's name."""
     path = experiment_dir / f"git-{changes}.diff"
-    if not is_file(path):
-        write_file(path, diff.encode())
+    if not files.is_file(path):
+        files.write_file(path, diff.encode())
     return path.name
 
 
@@ -154,15 +143,15 @@ def find_run(run: str, runs_dir: Path) -> Path:
     It need not exist. Raises StoreError if it does not, and a similar path does.
     """
     dir_by_name, path = runs_dir / run, Path(run)
-    if is_directory(dir_by_name) or is_directory(path):
-        return dir_by_name if is_directory(dir_by_name) else path
+    if files.is_directory(dir_by_name) or files.is_directory(path):
+        return dir_by_name if files.is_directory(dir_by_name) else path
     if closest := suggest_path(dir_by_name) or suggest_path(path):
         hint = f"did you mean {closest}?"
         raise StoreError(f"{run}: no such run; {hint}")
     return path
 
 
-def suggest_path(path: Path, accepts: Callable[[Path], bool] = is_directory) -> Path | None:
+def suggest_path(path: Path, accepts: Callable[[Path], bool] = files.is_directory) -> Path | None:
     """Return the existing path whose parts are closest to those of a missing one; None if none is close.
 
     `accepts`: whether a path may be suggested.
@@ -171,7 +160,7 @@ def suggest_path(path: Path, accepts: Callable[[Path], bool] = is_directory) -> 
     for number, part in enumerate(path.parts[len(closest.parts) :], len(closest.parts) + 1):
         is_last, folder = number == len(path.parts), closest
         closest = folder / part
-        if exists(closest) and not is_last:
+        if files.exists(closest) and not is_last:
             continue
         names: dict[str, str] = {}  # by what is compared: the ending of recipes makes all of them similar
         with contextlib.suppress(OSError):
@@ -230,7 +219,7 @@ def read_warm_starts(experiment_dir: Path, names: Sequence[RunName]) -> list[tup
     for name in names:
         run = RunDir(run_dir(experiment_dir, name))
         # The state of the run itself reports such an error.
-        with contextlib.suppress(StoreError), wrap_read_errors(run.path):
+        with contextlib.suppress(StoreError), files.wrap_read_errors(run.path):
             weights = run.initial_weights
             if weights:  # .../warm-starts/<hash>/checkpoints/final
                 run_names.setdefault(Path(os.path.normpath(weights)).parent.parent, []).append(name)
@@ -242,22 +231,13 @@ def read_warm_starts(experiment_dir: Path, names: Sequence[RunName]) -> list[tup
 
 def _read_state(run: RunDir, name: RunName) -> RunState:
     try:
-        with wrap_read_errors(run.path):
+        with files.wrap_read_errors(run.path):
             if os.path.isfile(run.path):
                 raise StoreError(f"{run.path}: is a file, but has to be a folder; move it away")
             return read_state(run, name)
     except StoreError as error:
-        return RunState(
-            name=name,
-            directory=run.path,
-            status="unreadable" if isinstance(error, UnreadableError) else "failed",
-            step=0,
-            num_steps=0,
-            started_s=None,
-            reason=error.reason,
-            exit_code=None,
-            signal=None,
-        )
+        status = "unreadable" if isinstance(error, files.UnreadableError) else "failed"
+        return RunState(name=name, directory=run.path, status=status, reason=error.reason)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,9 +277,9 @@ def read_reported_verdict(experiment_dir: Path) -> ReportedVerdict | None:
     Raises StoreError if the file is damaged.
     """
     path = experiment_dir / REPORT / VERDICT
-    if not is_file(path):
+    if not files.is_file(path):
         return None
-    stored = read_as(_StoredVerdict, path)
+    stored = files.read_as(_StoredVerdict, path)
     is_description = stored.verdict == "INCONCLUSIVE" and stored.exit_code == 0  # until version 6
     return ReportedVerdict(
         verdict="DESCRIPTION" if is_description else stored.verdict,

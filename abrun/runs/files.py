@@ -87,6 +87,16 @@ def open_regular(path: Path, extra_flags: int = 0) -> io.BufferedReader:
     return open(_open_descriptor(path, os.O_RDONLY | extra_flags), "rb")
 
 
+@contextlib.contextmanager
+def _opened(path: Path, flags: int, mode: int = 0) -> Iterator[int]:
+    """Yield the descriptor of a file or folder, and close it."""
+    file = os.open(path, flags, mode)
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
 def _open_descriptor(path: Path, flags: int, mode: int = 0) -> int:
     """Open a regular file, without waiting for the other end of a pipe. Raises OSError for anything else."""
     file = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, mode)
@@ -198,13 +208,10 @@ def share_new_folder(path: Path, *, private: bool = False) -> int:
     """
     bits, group = inherited_access(path)
     enter_bits = bits | bits >> 2  # the execute bit for every read bit
-    with contextlib.suppress(OSError):
-        folder = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
-        try:
-            current_bits = stat.S_IRWXU if private else stat.S_IMODE(os.fstat(folder).st_mode)
-            grant(folder, Access(current_bits | enter_bits, group))
-        finally:
-            os.close(folder)
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY
+    with contextlib.suppress(OSError), _opened(path, flags) as folder:
+        current_bits = stat.S_IRWXU if private else stat.S_IMODE(os.fstat(folder).st_mode)
+        grant(folder, Access(current_bits | enter_bits, group))
     return enter_bits
 
 
@@ -228,12 +235,10 @@ def unreadable_error(path: Path) -> UnreadableError:
         owner = pwd.getpwuid(status.st_uid).pw_name
     except KeyError:
         owner = f"user {status.st_uid}"
-    fix = f"{problem}; ask its owner {owner} for:"
-    if status.st_gid in (os.getegid(), *os.getgroups()):
-        return UnreadableError(f"{fix} chmod -R g+rX {shared}")
-    return UnreadableError(
-        f"{fix} chgrp -R GROUP {shared} && chmod -R g+rX {shared} (GROUP: one that you are in)"
-    )
+    command = f"chmod -R g+rX {shared}"
+    if status.st_gid not in (os.getegid(), *os.getgroups()):
+        command = f"chgrp -R GROUP {shared} && {command} (GROUP: one that you are in)"
+    return UnreadableError(f"{problem}; ask its owner {owner} for: {command}")
 
 
 def read_error(path: Path, error: OSError) -> StoreError:
@@ -339,8 +344,7 @@ def _write_partial(
     partial = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}{PARTIAL_SUFFIX}")
     partial.unlink(missing_ok=True)  # left by a killed process with the same id
     try:
-        file = os.open(partial, NEW_FILE_FLAGS, mode)
-        try:
+        with _opened(partial, NEW_FILE_FLAGS, mode) as file:
             grant(file, access) if access else share_new_file(file, path)
             remaining = memoryview(content)
             while remaining:  # a write may take less than all
@@ -350,8 +354,6 @@ def _write_partial(
                 remaining = remaining[written:]
             if durable:
                 os.fsync(file)
-        finally:
-            os.close(file)
         yield partial
     except BaseException:
         with contextlib.suppress(OSError):
@@ -405,20 +407,14 @@ def make_private_folder(path: Path) -> int:
 
 def share_written_file(path: Path) -> None:
     """Give a file written by a library the readers of the experiment."""
-    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    try:
+    with _opened(path, os.O_RDONLY | os.O_NOFOLLOW) as file:
         share_new_file(file, path)
-    finally:
-        os.close(file)
 
 
 def sync_file(path: Path) -> None:
     """Flush a file's content to the disk."""
-    file = os.open(path, os.O_RDONLY)
-    try:
+    with _opened(path, os.O_RDONLY) as file:
         os.fsync(file)
-    finally:
-        os.close(file)
 
 
 def sync_folder(path: Path) -> None:
@@ -499,9 +495,8 @@ def read_json(path: Path, max_bytes: int = MAX_FILE_BYTES) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise StoreError(f"{path}: got {type(content).__name__}; allowed: a JSON object")
     if is_too_deep(text, content):
-        raise StoreError(
-            f"{path}: got {shortened(content)}, nested more than {MAX_DEPTH} levels deep; restore it"
-        )
+        got = f"got {shortened(content)}, nested more than {MAX_DEPTH} levels deep"
+        raise StoreError(f"{path}: {got}; restore it")
     return content
 
 

@@ -17,15 +17,21 @@ from abrun.runs import layout
 from abrun.runs.files import read_as, read_json, sync_folder, wrap_write_errors, write_json
 from abrun.runs.lines import LineWriter
 from abrun.runs.owner import Owner, process_fields, this_machine_fields, this_process_fields
-from abrun.runs.records import SCHEMA_VERSION, FirstNode, Launch, Launches, RunRecord, Status, message_fields
+from abrun.runs.records import SCHEMA_VERSION, FirstNode, Launch, Launches, Status, message_fields
 from abrun.runs.redaction import one_line
 from abrun.runs.rundir import RunDir
 
 
-def write_config(run: RunDir, record: RunRecord) -> None:
-    """Write config.json, which tells the job what to run."""
-    identity = {"schema_version": SCHEMA_VERSION, "experiment": record.experiment, **asdict(record.name)}
-    content = {"initial_weights": record.initial_weights, "config": record.config}
+def write_config(
+    run: RunDir,
+    experiment: str,
+    name: layout.RunName,
+    config: Mapping[str, Any],
+    initial_weights: str | None = None,
+) -> None:
+    """Write config.json, which tells the job what to run; see RunRecord."""
+    identity = {"schema_version": SCHEMA_VERSION, "experiment": experiment, **asdict(name)}
+    content = {"initial_weights": initial_weights, "config": config}
     write_json(run.path / layout.CONFIG, identity | content)
 
 

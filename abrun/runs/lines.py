@@ -13,19 +13,7 @@ import orjson
 from pydantic import TypeAdapter, ValidationError
 
 from abrun.errors import StoreError
-from abrun.runs.files import (
-    PRIVATE_MODE,
-    decode_non_finite,
-    encode_non_finite,
-    is_too_deep,
-    iter_lines,
-    make_folder,
-    open_regular,
-    open_without_links,
-    sync_folder,
-    wrap_read_errors,
-    wrap_write_errors,
-)
+from abrun.runs import files
 from abrun.runs.records import MAX_ATTEMPT
 from abrun.runs.redaction import shortened
 
@@ -40,17 +28,17 @@ _NUM_CHECKSUM_BYTES = len(_CHECKSUM_PREFIX) + len(b'00000000"}')
 class LineWriter:
     """Writer that appends JSON lines, one `write()` each. Opening drops a killed writer's torn last line."""
 
-    def __init__(self, path: Path, mode: int = PRIVATE_MODE) -> None:
+    def __init__(self, path: Path, mode: int = files.PRIVATE_MODE) -> None:
         self.path = path
         self._torn = True
-        with wrap_write_errors(path):
-            make_folder(path.parent)
+        with files.wrap_write_errors(path):
+            files.make_folder(path.parent)
             # O_APPEND: a late write of an older attempt must not overwrite a row of a newer one.
-            self._file = open_without_links(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, mode)
+            self._file = files.open_without_links(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, mode)
             try:
                 self._drop_torn_line()
                 self._end = os.fstat(self._file).st_size
-                sync_folder(path.parent)
+                files.sync_folder(path.parent)
             except BaseException:
                 os.close(self._file)
                 raise
@@ -58,7 +46,7 @@ class LineWriter:
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one row. If the disk cannot take the whole line, remove it and raise StoreError."""
         line = json_line(row)
-        with wrap_write_errors(self.path):
+        with files.wrap_write_errors(self.path):
             self._drop_torn_line()
             self._torn = True
             if os.write(self._file, line) < len(line):
@@ -78,7 +66,7 @@ class LineWriter:
 
     def sync(self) -> None:
         """Flush all rows to the disk, so that they survive a power loss."""
-        with wrap_write_errors(self.path):
+        with files.wrap_write_errors(self.path):
             os.fsync(self._file)
 
     def close(self) -> None:
@@ -99,7 +87,7 @@ class LineWriter:
 
 def json_line(row: Mapping[str, Any]) -> bytes:
     """Return a row as a line that ends with its checksum."""
-    text = json.dumps(encode_non_finite(row), allow_nan=False, ensure_ascii=False)
+    text = json.dumps(files.encode_non_finite(row), allow_nan=False, ensure_ascii=False)
     # A string such as a path may hold a lone surrogate, which UTF-8 cannot encode.
     content = text.encode(errors="replace")[:-1]
     return content + _line_ending(content) + b"\n"
@@ -120,11 +108,11 @@ class LineParser:
         if not self.is_intact(line):
             raise ValueError(CHECKSUM_MISMATCH)
         row = orjson.loads(line)
-        if not isinstance(row, dict) or is_too_deep(line, row):
+        if not isinstance(row, dict) or files.is_too_deep(line, row):
             raise ValueError("expected a JSON object")
         row.pop(CHECKSUM, None)
         if b'"NaN"' in line or b'Infinity"' in line:
-            return {key: decode_non_finite(value) for key, value in row.items()}
+            return {key: files.decode_non_finite(value) for key, value in row.items()}
         return row
 
     def is_intact(self, line: bytes) -> bool:
@@ -172,9 +160,9 @@ class LineReader:
         A torn last line is left for the next call, since its writer may still be working. Once the writer
         has `ended`, it is damaged.
         """
-        with open_regular(self.path, os.O_NOFOLLOW) as file:
+        with files.open_regular(self.path, os.O_NOFOLLOW) as file:
             file.seek(self._offset)
-            for text in iter_lines(file):
+            for text in files.iter_lines(file):
                 if not (text.endswith(b"\n") or ended):
                     return
                 start = self._offset
@@ -192,7 +180,7 @@ class LineReader:
 
     def read(self) -> list[dict[str, Any]]:
         """Return the new rows; none if there is no file yet. Raises StoreError for a damaged line."""
-        with wrap_read_errors(self.path), contextlib.suppress(FileNotFoundError):
+        with files.wrap_read_errors(self.path), contextlib.suppress(FileNotFoundError):
             return [line.checked(self.path) for line in self.lines()]
         return []
 
@@ -213,11 +201,9 @@ def read_valid_rows(path: Path) -> Iterator[dict[str, Any]]:
 def row_problem(row: Mapping[str, Any]) -> str | None:
     """Return why an object is not a valid row of metrics; None if it is."""
     for key, value in row.items():
-        if not isinstance(decode_non_finite(value), int | float | None) and key not in NON_METRIC_KEYS:
-            return (
-                f"{shortened(key)}: got {shortened(value)}; expected a number: "
-                "fix the trainer that wrote it and run again"
-            )
+        if not isinstance(files.decode_non_finite(value), int | float | None) and key not in NON_METRIC_KEYS:
+            got = f"{shortened(key)}: got {shortened(value)}"
+            return f"{got}; expected a number: fix the trainer that wrote it and run again"
     return step_problem(row.get("step"), row.get("attempt", 1))
 
 
@@ -239,7 +225,10 @@ def find_bad_lines(path: Path) -> list[JsonLine]:
 
 def overwrite_lines(path: Path, lines: Iterable[JsonLine]) -> None:
     """Overwrite lines with spaces, so that offsets stay valid for readers and writers of the file."""
-    with wrap_write_errors(path), open(open_without_links(path, os.O_WRONLY), "wb", buffering=0) as file:
+    with (
+        files.wrap_write_errors(path),
+        open(files.open_without_links(path, os.O_WRONLY), "wb", buffering=0) as file,
+    ):
         for line in lines:
             os.pwrite(file.fileno(), b" " * len(line.text), line.start)
         os.fsync(file.fileno())

@@ -18,14 +18,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from abrun.errors import StoreError
-from abrun.runs.files import (
-    UnreadableError,
-    make_folder,
-    open_without_links,
-    read_regular,
-    unreadable_error,
-    wrap_write_errors,
-)
+from abrun.runs import files
 from abrun.runs.owner import Owner, this_process_fields
 
 LOCK = "launcher.lock"
@@ -60,11 +53,11 @@ class Lease:
         `take_over` also replaces an owner on another machine that may be alive; it stops at its next
         `refresh`.
         """
-        with wrap_write_errors(self._path):
-            make_folder(self._path.parent)
-            file = open_without_links(self._path, os.O_RDWR | os.O_CREAT)
+        with files.wrap_write_errors(self._path):
+            files.make_folder(self._path.parent)
+            file = files.open_without_links(self._path, os.O_RDWR | os.O_CREAT)
         try:
-            with wrap_write_errors(self._path):
+            with files.wrap_write_errors(self._path):
                 previous_owner = self._find_previous_owner(file, _try_kernel_lock(file), take_over)
                 self._write_owner(file)
         except BaseException:
@@ -130,7 +123,7 @@ class Lease:
     def _check_ownership(self) -> None:
         try:
             # Opening the file again makes a network file system ask its server.
-            content = read_regular(self._path, 4096)
+            content = files.read_regular(self._path, 4096)
         except OSError:
             return  # possibly removed by hand: nobody has taken over
         if self._token.encode() not in content:
@@ -160,8 +153,8 @@ def file_lock(path: Path, wait_s: float = 20.0) -> Iterator[None]:
     """Lock a file for a read-modify-write. Raises LockedError after waiting `wait_s` seconds."""
     deadline_s = time.monotonic() + wait_s
     while True:
-        with wrap_write_errors(path):
-            file = open_without_links(path, os.O_RDWR)
+        with files.wrap_write_errors(path):
+            file = files.open_without_links(path, os.O_RDWR)
         # If the path no longer names this file, it was replaced meanwhile: try again.
         if _try_kernel_lock(file) is not False and _is_at(file, path):
             break
@@ -181,8 +174,8 @@ def folder_lock(folder: Path, command: str) -> Iterator[None]:
 
     Only the kernel's lock is used, which ends with its process: such commands run on one machine.
     """
-    with wrap_write_errors(folder):
-        make_folder(folder)
+    with files.wrap_write_errors(folder):
+        files.make_folder(folder)
         lock = os.open(folder, os.O_RDONLY)
     try:
         if _try_kernel_lock(lock) is False:
@@ -198,7 +191,7 @@ def describe_launcher(directory: Path) -> str | None:
     """Return a description of the process that launches an experiment; None if there is none."""
     try:
         owner = find_owner(directory)
-    except UnreadableError:
+    except files.UnreadableError:
         return f"unknown, {LOCK} cannot be read"
     return None if owner is None else str(owner)
 
@@ -207,9 +200,9 @@ def find_owner(directory: Path) -> Owner | None:
     """Return the process that launches an experiment; None if there is none or its lease has expired."""
     path = directory / LOCK
     try:
-        owner, untouched_s = _parse_owner(read_regular(path, 4096)), time.time() - path.stat().st_mtime
+        owner, untouched_s = _parse_owner(files.read_regular(path, 4096)), time.time() - path.stat().st_mtime
     except PermissionError:
-        raise unreadable_error(path) from None
+        raise files.unreadable_error(path) from None
     except OSError:
         return None
     if owner is None or owner.is_gone:

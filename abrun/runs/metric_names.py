@@ -6,7 +6,7 @@ imports only the standard library.
 
 import difflib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
@@ -107,193 +107,162 @@ FIXED_BY_ROLLOUTS = (
 )
 
 POLICY_GRADIENT: tuple[Algorithm, ...] = ("grpo", "ppo")
-ALL_ALGORITHMS: tuple[Algorithm, ...] = ("grpo", "ppo", "sft", "dpo")
+ALL: tuple[Algorithm, ...] = ("grpo", "ppo", "sft", "dpo")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Metric:
     """Row of the table. `<phase>` in a key stands for the name of any phase of a step."""
 
     key: str
-    unit: Unit
     combined: Combination
-    algorithms: tuple[Algorithm, ...]
-    roles: tuple[Role, ...]
-    needs: Need | None  # None: recorded by every run of these algorithms
-    better: Better | None  # direction of an improvement; None: neither
-
-
-def _metric(
-    key: str,
-    combined: Combination,
-    *roles: Role,
-    unit: Unit = "",
-    algorithms: tuple[Algorithm, ...] = POLICY_GRADIENT,
-    needs: Need | None = None,
-    better: Better | None = None,
-) -> Metric:
-    return Metric(
-        key=key,
-        unit=unit,
-        combined=combined,
-        algorithms=algorithms,
-        roles=roles,
-        needs=needs,
-        better=better,
-    )
+    roles: tuple[Role, ...] = ()
+    unit: Unit = ""
+    algorithms: tuple[Algorithm, ...] = POLICY_GRADIENT
+    needs: Need | None = None  # None: recorded by every run of these algorithms
+    better: Better | None = None  # direction of an improvement; None: neither
 
 
 METRICS = (
     # inputs and results of every training step
-    _metric(REWARD, "sequence mean", "step one", "curve", better="higher"),
-    _metric(LOSS, "update mean", "step one", "curve", algorithms=ALL_ALGORITHMS, better="lower"),
-    _metric(GRAD_NORM, "update mean", "step one", algorithms=ALL_ALGORITHMS),
-    _metric("train/entropy", "token mean", "step one", unit="nats", needs="metrics basic"),
-    _metric(LEARNING_RATE, "update mean", "configured", algorithms=ALL_ALGORITHMS),
-    _metric(NUM_SAMPLES, "sum", "configured", unit="sequences", algorithms=ALL_ALGORITHMS),
-    _metric("train/global_valid_toks", "sum", unit="tokens", algorithms=ALL_ALGORITHMS),
+    Metric(REWARD, "sequence mean", ("step one", "curve"), better="higher"),
+    Metric(LOSS, "update mean", ("step one", "curve"), algorithms=ALL, better="lower"),
+    Metric(GRAD_NORM, "update mean", ("step one",), algorithms=ALL),
+    Metric("train/entropy", "token mean", ("step one",), unit="nats", needs="metrics basic"),
+    Metric(LEARNING_RATE, "update mean", ("configured",), algorithms=ALL),
+    Metric(NUM_SAMPLES, "sum", ("configured",), unit="sequences", algorithms=ALL),
+    Metric("train/global_valid_toks", "sum", unit="tokens", algorithms=ALL),
     # log-probs of the policy and of the rollout engine, and their ratios
-    _metric("train/approx_entropy", "token mean", "step one", unit="nats", needs="metrics basic"),
-    _metric(TOKEN_MULT_PROB_ERROR, "token mean", "step one", "guard", needs="metrics basic", better="lower"),
-    _metric(GEN_KL_ERROR, "token mean", "step one", unit="nats", needs="metrics basic", better="lower"),
-    _metric("train/policy_kl_error", "token mean", unit="nats", needs="metrics basic", better="lower"),
-    _metric("train/js_divergence_error", "token mean", unit="nats", needs="metrics basic", better="lower"),
-    _metric("train/sampling_importance_ratio", "token mean", "step one", needs="metrics basic"),
-    _metric("train/probs_ratio", "token mean", "step one", needs="metrics basic"),
-    _metric("train/probs_ratio_clamped", "token mean", needs="metrics basic"),
-    _metric("train/probs_ratio_min", "minimum", needs="metrics basic"),
-    _metric("train/probs_ratio_max", "maximum", needs="metrics basic"),
-    _metric("train/clip_fraction", "token mean", needs="metrics basic"),
-    _metric("train/mean_seq_mult_prob_error", "sequence mean", needs="metrics basic", better="lower"),
-    _metric("train/min_seq_mult_prob_error", "minimum", needs="metrics basic", better="lower"),
-    _metric("train/max_seq_mult_prob_error", "maximum", needs="metrics basic", better="lower"),
-    _metric("train/advantages/mean", "token mean", needs="metrics basic"),
-    _metric(ADVANTAGES_MIN, "minimum", needs="metrics basic"),
-    _metric(ADVANTAGES_MAX, "maximum", needs="metrics basic"),
-    _metric("train/kl_penalty", "token mean", unit="nats", needs="a KL penalty"),
-    _metric(
+    *(
+        replace(metric, needs="metrics basic")
+        for metric in (
+            Metric("train/approx_entropy", "token mean", ("step one",), unit="nats"),
+            Metric(TOKEN_MULT_PROB_ERROR, "token mean", ("step one", "guard"), better="lower"),
+            Metric(GEN_KL_ERROR, "token mean", ("step one",), unit="nats", better="lower"),
+            Metric("train/policy_kl_error", "token mean", unit="nats", better="lower"),
+            Metric("train/js_divergence_error", "token mean", unit="nats", better="lower"),
+            Metric("train/sampling_importance_ratio", "token mean", ("step one",)),
+            Metric("train/probs_ratio", "token mean", ("step one",)),
+            Metric("train/probs_ratio_clamped", "token mean"),
+            Metric("train/probs_ratio_min", "minimum"),
+            Metric("train/probs_ratio_max", "maximum"),
+            Metric("train/clip_fraction", "token mean"),
+            Metric("train/mean_seq_mult_prob_error", "sequence mean", better="lower"),
+            Metric("train/min_seq_mult_prob_error", "minimum", better="lower"),
+            Metric("train/max_seq_mult_prob_error", "maximum", better="lower"),
+            Metric("train/advantages/mean", "token mean"),
+            Metric(ADVANTAGES_MIN, "minimum"),
+            Metric(ADVANTAGES_MAX, "maximum"),
+        )
+    ),
+    Metric("train/kl_penalty", "token mean", unit="nats", needs="a KL penalty"),
+    Metric(
         "train/kl_penalty_sum_per_sequence", "sequence mean", unit="nats", needs="a KL penalty in the reward"
     ),
-    _metric("train/reward_before_kl", "sequence mean", needs="a KL penalty in the reward", better="higher"),
-    _metric(OVERLONG_PENALTY, "sequence mean", needs="an overlong punishment", better="lower"),
+    Metric("train/reward_before_kl", "sequence mean", needs="a KL penalty in the reward", better="higher"),
+    Metric(OVERLONG_PENALTY, "sequence mean", needs="an overlong punishment", better="lower"),
     # completions
-    _metric(MEAN_GEN_TOKENS, "sequence mean", "step one", unit="tokens"),
-    _metric("train/truncation_rate", "sequence mean", better="lower"),
-    _metric(MEAN_PROMPT_LENGTH, "sequence mean", "configured", unit="tokens"),
-    _metric(SIGNAL_SHARE, "ratio", algorithms=("grpo",)),
-    _metric("train/dynamic_sampling_kept_share", "ratio", algorithms=("grpo",), needs="dynamic sampling"),
-    _metric("train/dynamic_sampling_tries", "ratio", algorithms=("grpo",), needs="dynamic sampling"),
+    Metric(MEAN_GEN_TOKENS, "sequence mean", ("step one",), unit="tokens"),
+    Metric("train/truncation_rate", "sequence mean", better="lower"),
+    Metric(MEAN_PROMPT_LENGTH, "sequence mean", ("configured",), unit="tokens"),
+    Metric(SIGNAL_SHARE, "ratio", algorithms=("grpo",)),
+    Metric("train/dynamic_sampling_kept_share", "ratio", algorithms=("grpo",), needs="dynamic sampling"),
+    Metric("train/dynamic_sampling_tries", "ratio", algorithms=("grpo",), needs="dynamic sampling"),
     # added by `algorithm.metrics: full`
-    _metric("train/old_logprobs", "document mean", unit="nats", needs="metrics full"),
-    _metric("train/new_logprobs", "document mean", unit="nats", needs="metrics full"),
-    _metric("train/ratio_new_old", "document mean", needs="metrics full"),
-    _metric("train/kl_new_old", "document mean", unit="nats", needs="metrics full"),
-    _metric("train/clipped_ratio_fraction", "document mean", needs="metrics full"),
-    _metric("train/advantage", "document mean", needs="metrics full"),
-    _metric("train/document_entropy", "document mean", unit="nats", needs="metrics full"),
-    _metric("train/ratio_new_old_sum", "sum", needs="metrics full"),
-    _metric("train/ratio_new_old_squared_sum", "sum", needs="metrics full"),
-    _metric("train/num_tokens", "sum", unit="tokens", needs="metrics full"),
-    _metric("train/num_segments", "sum", unit="sequences", needs="metrics full of GSPO"),
-    _metric("train/max_advantage", "maximum", needs="metrics full"),
-    _metric("train/min_advantage", "minimum", needs="metrics full"),
+    Metric("train/old_logprobs", "document mean", unit="nats", needs="metrics full"),
+    Metric("train/new_logprobs", "document mean", unit="nats", needs="metrics full"),
+    Metric("train/ratio_new_old", "document mean", needs="metrics full"),
+    Metric("train/kl_new_old", "document mean", unit="nats", needs="metrics full"),
+    Metric("train/clipped_ratio_fraction", "document mean", needs="metrics full"),
+    Metric("train/advantage", "document mean", needs="metrics full"),
+    Metric("train/document_entropy", "document mean", unit="nats", needs="metrics full"),
+    Metric("train/ratio_new_old_sum", "sum", needs="metrics full"),
+    Metric("train/ratio_new_old_squared_sum", "sum", needs="metrics full"),
+    Metric("train/num_tokens", "sum", unit="tokens", needs="metrics full"),
+    Metric("train/num_segments", "sum", unit="sequences", needs="metrics full of GSPO"),
+    Metric("train/max_advantage", "maximum", needs="metrics full"),
+    Metric("train/min_advantage", "minimum", needs="metrics full"),
     # PPO's value model
-    _metric("train/critic/loss", "update mean", "step one", algorithms=("ppo",), better="lower"),
-    _metric("train/critic/grad_norm", "update mean", algorithms=("ppo",)),
-    _metric("train/critic/lr", "update mean", "configured", algorithms=("ppo",)),
-    _metric("train/critic/values_mean", "token mean", algorithms=("ppo",)),
-    _metric("train/critic/returns_mean", "token mean", algorithms=("ppo",)),
-    _metric("train/critic/explained_var", "ratio", algorithms=("ppo",), better="higher"),
-    _metric("train/critic/clip_fraction", "token mean", algorithms=("ppo",)),
+    Metric("train/critic/loss", "update mean", ("step one",), algorithms=("ppo",), better="lower"),
+    Metric("train/critic/grad_norm", "update mean", algorithms=("ppo",)),
+    Metric("train/critic/lr", "update mean", ("configured",), algorithms=("ppo",)),
+    Metric("train/critic/values_mean", "token mean", algorithms=("ppo",)),
+    Metric("train/critic/returns_mean", "token mean", algorithms=("ppo",)),
+    Metric("train/critic/explained_var", "ratio", algorithms=("ppo",), better="higher"),
+    Metric("train/critic/clip_fraction", "token mean", algorithms=("ppo",)),
     # DPO's pairs
-    _metric("train/rewards/chosen", "pair mean", algorithms=("dpo",)),
-    _metric("train/rewards/rejected", "pair mean", algorithms=("dpo",)),
-    _metric("train/rewards/margin", "pair mean", algorithms=("dpo",), better="higher"),
-    _metric("train/rewards/accuracy", "pair mean", algorithms=("dpo",), better="higher"),
-    _metric("train/logprobs/chosen", "pair mean", unit="nats", algorithms=("dpo",)),
-    _metric("train/logprobs/rejected", "pair mean", unit="nats", algorithms=("dpo",)),
+    Metric("train/rewards/chosen", "pair mean", algorithms=("dpo",)),
+    Metric("train/rewards/rejected", "pair mean", algorithms=("dpo",)),
+    Metric("train/rewards/margin", "pair mean", algorithms=("dpo",), better="higher"),
+    Metric("train/rewards/accuracy", "pair mean", algorithms=("dpo",), better="higher"),
+    Metric("train/logprobs/chosen", "pair mean", unit="nats", algorithms=("dpo",)),
+    Metric("train/logprobs/rejected", "pair mean", unit="nats", algorithms=("dpo",)),
     # routers of a mixture of experts: load and auxiliary loss
-    _metric("train/moe/max_load", "maximum", algorithms=ALL_ALGORITHMS, needs="experts"),
-    _metric(
-        "train/moe/routing_entropy",
-        "token mean",
-        "step one",
-        unit="nats",
-        algorithms=ALL_ALGORITHMS,
-        needs="experts",
+    Metric("train/moe/max_load", "maximum", algorithms=ALL, needs="experts"),
+    Metric(
+        "train/moe/routing_entropy", "token mean", ("step one",), unit="nats", algorithms=ALL, needs="experts"
     ),
-    _metric("train/moe/aux_loss", "update mean", algorithms=ALL_ALGORITHMS, needs="experts", better="lower"),
+    Metric("train/moe/aux_loss", "update mean", algorithms=ALL, needs="experts", better="lower"),
     # held-out prompts
-    _metric(
+    Metric(
         "validation/accuracy",
         "sequence mean",
-        algorithms=ALL_ALGORITHMS,
+        algorithms=ALL,
         needs="validation by answers or pairs",
         better="higher",
     ),
-    _metric(
+    Metric(
         "validation/loss", "token mean", algorithms=("sft", "dpo"), needs="validation by loss", better="lower"
     ),
-    _metric(
+    Metric(
         "validation/avg_length",
         "sequence mean",
         unit="tokens",
-        algorithms=ALL_ALGORITHMS,
+        algorithms=ALL,
         needs="validation by completions",
     ),
-    _metric(
+    Metric(
         "validation/truncation_rate",
         "sequence mean",
-        algorithms=ALL_ALGORITHMS,
+        algorithms=ALL,
         needs="validation by completions",
         better="lower",
     ),
     # time, throughput and memory of a step
-    _metric(
-        STEP_TIME, "largest rank", "guard", "saving", unit="s", algorithms=ALL_ALGORITHMS, better="lower"
-    ),
-    _metric("timing/train/<phase>_s", "largest rank", unit="s", algorithms=ALL_ALGORITHMS, better="lower"),
-    _metric(
+    Metric(STEP_TIME, "largest rank", ("guard", "saving"), unit="s", algorithms=ALL, better="lower"),
+    Metric("timing/train/<phase>_s", "largest rank", unit="s", algorithms=ALL, better="lower"),
+    Metric(
         "timing/validation/total_s",
         "largest rank",
         unit="s",
-        algorithms=ALL_ALGORITHMS,
+        algorithms=ALL,
         needs="validation",
         better="lower",
     ),
-    _metric(
-        "performance/tokens_per_sec_per_gpu",
-        "ratio",
-        unit="tokens/s",
-        algorithms=ALL_ALGORITHMS,
-        better="higher",
-    ),
-    _metric(
-        "performance/samples_per_sec", "ratio", unit="sequences/s", algorithms=ALL_ALGORITHMS, better="higher"
-    ),
+    Metric("performance/tokens_per_sec_per_gpu", "ratio", unit="tokens/s", algorithms=ALL, better="higher"),
+    Metric("performance/samples_per_sec", "ratio", unit="sequences/s", algorithms=ALL, better="higher"),
     *(
-        _metric(
+        Metric(
             f"{MEMORY}<phase>/{peak}",
             "largest rank",
-            "guard",
-            "saving",
+            ("guard", "saving"),
             unit="bytes",
-            algorithms=ALL_ALGORITHMS,
+            algorithms=ALL,
             needs=needs,
             better="lower",
         )
         for peak, needs in zip(PEAK_MEMORY, PEAK_MEMORY_DEVICES, strict=True)
     ),
-    _metric(
+    Metric(
         f"{MEMORY}<phase>/peak_reserved_bytes",
         "largest rank",
         unit="bytes",
-        algorithms=ALL_ALGORITHMS,
+        algorithms=ALL,
         needs="GPUs",
         better="lower",
     ),
-    _metric(RETRIES, "largest rank", algorithms=ALL_ALGORITHMS, needs="GPUs", better="lower"),
-    _metric(INACTIVE, "largest rank", unit="bytes", algorithms=ALL_ALGORITHMS, needs="GPUs", better="lower"),
+    Metric(RETRIES, "largest rank", algorithms=ALL, needs="GPUs", better="lower"),
+    Metric(INACTIVE, "largest rank", unit="bytes", algorithms=ALL, needs="GPUs", better="lower"),
 )
 
 

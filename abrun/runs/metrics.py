@@ -54,15 +54,13 @@ def read_validation(path: Path, *, finished: bool) -> dict[int, ValidationRow]:
         try:
             step, attempt = row["step"], row["attempt"]
             if type(step) is not int or type(attempt) is not int or attempt >= MAX_ATTEMPT:
-                raise ValueError(
-                    f"step {shortened(step)} and attempt {shortened(attempt)} are not whole numbers"
-                )
+                got = f"step {shortened(step)} and attempt {shortened(attempt)}"
+                raise ValueError(f"{got} are not whole numbers")
             rewards, lengths = np.array(row["rewards"], np.float64), np.array(row["lengths"], np.float64)
             if rewards.ndim != 1 or rewards.shape != lengths.shape:
                 raise ValueError("rewards and lengths must be lists with one number per prompt")
-            validation = ValidationRow(
-                prompts_sha256=str(row["prompts_sha256"]), rewards=rewards, lengths=lengths
-            )
+            prompts_sha256 = str(row["prompts_sha256"])
+            validation = ValidationRow(prompts_sha256=prompts_sha256, rewards=rewards, lengths=lengths)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise StoreError(
                 f"{path}, line {number}: not a validation record ({type(error).__name__}: {error}); remove "

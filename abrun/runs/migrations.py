@@ -40,10 +40,16 @@ def migrate(tree: Any) -> Any:
     for old, new in RENAMED.items():
         tree = _rename(tree, old.split("."), new.rpartition(".")[2])
     tree = _convert_limits(tree, _level_as_text)
+    return _convert_arms(tree, migrate_dotted)
+
+
+def _convert_arms(tree: Any, convert: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Any:
+    """Return the tree with the changes of its arms, which have dotted keys, converted."""
     arms = tree.get("arms") if isinstance(tree, Mapping) else None
-    if isinstance(arms, Mapping):
-        tree = {**tree, "arms": {arm: migrate_dotted(change) for arm, change in arms.items()}}
-    return tree
+    if not isinstance(arms, Mapping):
+        return tree
+    changes = {arm: convert(keys) if isinstance(keys, Mapping) else keys for arm, keys in arms.items()}
+    return {**tree, "arms": changes}
 
 
 def migrate_dotted(values: Any) -> Any:
@@ -75,22 +81,15 @@ def drop_removed(tree: Any) -> Any:
     """Return a recipe or configuration without removed keys, which no section has."""
     for key in REMOVED:
         tree = _rename(tree, key.split("."), None)
-    launcher = tree.get("launcher") if isinstance(tree, Mapping) else None
+    sections = tree if isinstance(tree, Mapping) else {}
+    launcher, cluster = sections.get("launcher"), sections.get("cluster")
     if isinstance(launcher, Mapping) and launcher.get("type") in REMOVED_LAUNCHERS:
         tree = {**tree, "launcher": None}
-    cluster = tree.get("cluster") if isinstance(tree, Mapping) else None
     if isinstance(cluster, Mapping) and cluster.get("runs_per_gpu") == "auto":  # decided by earlier versions
         tree = _rename(tree, ["cluster", "runs_per_gpu"], None)
-    arms = tree.get("arms") if isinstance(tree, Mapping) else None
-    if isinstance(arms, Mapping):
-        changes = {
-            arm: {key: value for key, value in change.items() if key not in REMOVED}
-            if isinstance(change, Mapping)
-            else change
-            for arm, change in arms.items()
-        }
-        tree = {**tree, "arms": changes}
-    return tree
+    return _convert_arms(
+        tree, lambda change: {key: value for key, value in change.items() if key not in REMOVED}
+    )
 
 
 def with_removed(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,12 +137,10 @@ def _convert_limits(tree: Any, convert: Callable[[Any], Any]) -> Any:
     compare = tree.get("compare") if isinstance(tree, Mapping) else None
     if not isinstance(compare, Mapping) or not isinstance(claims := compare.get("claims"), list):
         return tree
-    converted = [
-        {key: convert(value) if key in ("below", "above") else value for key, value in claim.items()}
-        if isinstance(claim, Mapping)
-        else claim
-        for claim in claims
-    ]
+    converted = []
+    for claim in claims:
+        limits = {key for key in ("below", "above") if isinstance(claim, Mapping) and key in claim}
+        converted.append({**claim, **{key: convert(claim[key]) for key in limits}} if limits else claim)
     return {**tree, "compare": {**compare, "claims": converted}}
 
 

@@ -13,15 +13,7 @@ from abrun.errors import StoreError
 from abrun.messages import sentence
 from abrun.messages.codes import Reason
 from abrun.messages.records import encode_reasons, stored_reason
-from abrun.runs.files import (
-    MAX_FILE_BYTES,
-    UnreadableError,
-    exists,
-    is_file,
-    read_as,
-    read_json_or_empty,
-    unreadable_error,
-)
+from abrun.runs import files
 from abrun.runs.layout import RunName
 from abrun.runs.owner import Owner
 from abrun.runs.redaction import one_line, shortened
@@ -33,16 +25,6 @@ Status = Literal[
     "pending", "waiting", "running", "stalled", "finished", "failed", "interrupted", "unreadable"
 ]
 MAX_ATTEMPT = 999_999_999  # exclusive in rows: no attempt can begin after this one
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunRecord:
-    """A run's name, configuration and initial weights: `config.json`."""
-
-    experiment: str
-    name: RunName
-    initial_weights: str | None  # a folder, relative to the run directory
-    config: dict[str, Any]  # resolved; abrun.recipe.experiment.parse_stored_run parses it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,7 +177,7 @@ def attempt_numbers(folder: Path) -> list[int]:
         # Listing the folder: a network client may cache the absence of single names.
         names = os.listdir(folder)
     except PermissionError:
-        raise unreadable_error(folder) from None
+        raise files.unreadable_error(folder) from None
     except OSError:
         return []
     return sorted(int(name[:-5]) for name in names if re.fullmatch(r"\d{4,9}\.json", name))
@@ -211,12 +193,12 @@ def read_attempt(path: Path, number: int, *, is_over: bool) -> Attempt:
 
     On a file system without hard links, the file of an attempt that has just begun may be empty.
     """
-    file_status = path.stat() if is_file(path) else None
+    file_status = path.stat() if files.is_file(path) else None
     attempt = Attempt(started_s=file_status and file_status.st_mtime)
     if file_status and file_status.st_size:
         try:
-            attempt = read_as(Attempt, path)
-        except UnreadableError:
+            attempt = files.read_as(Attempt, path)
+        except files.UnreadableError:
             raise
         except StoreError as error:
             if not is_over:
@@ -242,14 +224,15 @@ def refuse_other_schema(content: Mapping[str, Any], path: Path) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoredConfig:
-    """The fields of `config.json`; a missing arm is "", a missing number -1."""
+class RunRecord:
+    """A run's name, configuration and initial weights: `config.json`. A missing number is -1."""
 
-    experiment: str | None = None
+    experiment: str = ""
     arm: str = ""
     seed: Count = -1
     rerun: Count = -1
-    initial_weights: PathText | None = None
+    initial_weights: PathText | None = None  # a folder, relative to the run directory
+    # Resolved; abrun.recipe.experiment.parse_stored_run parses it
     config: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -276,23 +259,12 @@ class StoredConfig:
         now, earlier = (hashlib.sha256(text.encode()).hexdigest()[:16] for text in texts)
         return f"{self.name} {now}", f"{self.name} {earlier}"
 
-    def record(self) -> RunRecord | None:
-        """Return the run's record; None if a field that every run of abrun has is missing."""
-        if not (self.arm and self.seed >= 0 and self.rerun >= 0 and self.config):
-            return None
-        return RunRecord(
-            experiment=str(self.experiment),
-            name=self.name,
-            initial_weights=self.initial_weights,
-            config=self.config,
-        )
 
-
-def read_stored_config(path: Path, max_bytes: int = MAX_FILE_BYTES) -> StoredConfig:
+def read_run_record(path: Path, max_bytes: int = files.MAX_FILE_BYTES) -> RunRecord:
     """Return the content of `config.json`, which may be missing. Raises StoreError if it is malformed."""
-    content = read_json_or_empty(path, max_bytes)
+    content = files.read_json_or_empty(path, max_bytes)
     refuse_other_schema(content, path)
-    return checked(StoredConfig, content, path)
+    return checked(RunRecord, content, path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -346,10 +318,10 @@ def list_checkpoints(folder: Path) -> dict[int, Path]:
 
 def read_saved_state(path: Path) -> SavedState:
     """Return the saved state in a checkpoint's folder. Raises StoreError; its text omits the folder."""
-    if not exists(path / SAVED_STATE):
+    if not files.exists(path / SAVED_STATE):
         raise StoreError(f"{SAVED_STATE}: no such file")
     try:
-        state = read_as(SavedState, path / SAVED_STATE)
+        state = files.read_as(SavedState, path / SAVED_STATE)
     except StoreError as error:
         raise StoreError(str(error).replace(str(path / SAVED_STATE), SAVED_STATE)) from None
     expected = {f"rank-{rank}.safetensors" for rank in range(len(state.files))}

@@ -14,7 +14,7 @@ import os
 import re
 import reprlib
 import urllib.parse
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -280,10 +280,8 @@ def printable(text: str) -> str:
     """Return `text` with control characters (line breaks, terminal codes) escaped."""
     if text.isprintable():
         return text
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape", "surrogatepass").decode()
-        for char in text
-    )
+    escapes = {char: char.encode("unicode_escape", "surrogatepass").decode() for char in set(text)}
+    return "".join(char if char.isprintable() else escapes[char] for char in text)
 
 
 def list_names(names: list[str], max_names: int = 5) -> str:
@@ -298,16 +296,8 @@ def display_safe(text: str) -> str:
 
 
 def display_safe_tree(tree: Any) -> Any:
-    """Return a tree of mappings and lists with every key and text made safe by `display_safe`."""
-    return _printable_tree(without_secrets(tree))
-
-
-def _printable_tree(tree: Any) -> Any:
-    if isinstance(tree, Mapping):
-        return {printable(str(key)): _printable_tree(value) for key, value in tree.items()}
-    if isinstance(tree, list):
-        return [_printable_tree(value) for value in tree]
-    return printable(tree) if isinstance(tree, str) else tree
+    """Return a tree of mappings and lists with texts made safe by `display_safe`, and printable keys."""
+    return _map_texts(tree, display_safe, lambda key: printable(str(key)))
 
 
 def has_token(text: str) -> bool:
@@ -327,11 +317,15 @@ def is_secret_variable(name: str, value: str) -> bool:
 
 def without_secrets(tree: Any) -> Any:
     """Return a tree of mappings and lists with the secrets in its texts replaced, as `redacted` does."""
+    return _map_texts(tree, redacted, lambda key: key)
+
+
+def _map_texts(tree: Any, convert: Callable[[str], str], convert_key: Callable[[Any], Any]) -> Any:
     if isinstance(tree, Mapping):
-        return {key: without_secrets(value) for key, value in tree.items()}
+        return {convert_key(key): _map_texts(value, convert, convert_key) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
-        return [without_secrets(value) for value in tree]
-    return redacted(tree) if isinstance(tree, str) else tree
+        return [_map_texts(value, convert, convert_key) for value in tree]
+    return convert(tree) if isinstance(tree, str) else tree
 
 
 def secret_placeholder(secret: str) -> str:

@@ -11,43 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from abrun.errors import StoreError
-from abrun.runs import layout
-from abrun.runs.files import (
-    find_damage,
-    ignore_damage,
-    is_directory,
-    is_file,
-    open_regular,
-    read_as,
-    read_json,
-    require_access,
-)
-from abrun.runs.lines import (
-    LineReader,
-    Sample,
-    find_bad_lines,
-    read_json_lines,
-    read_samples,
-    read_valid_rows,
-    row_problem,
-)
-from abrun.runs.records import (
-    Attempt,
-    Environment,
-    Heartbeat,
-    Launch,
-    Launches,
-    NodeStatus,
-    RunRecord,
-    RunResult,
-    attempt_file,
-    attempt_numbers,
-    describe_commit,
-    last_attempt,
-    read_attempt,
-    read_stored_config,
-    start_step,
-)
+from abrun.runs import files, layout, lines, records
 from abrun.runs.schemas import checked
 
 if TYPE_CHECKING:
@@ -97,7 +61,7 @@ class RunDir:
     @property
     def initial_weights(self) -> Path | None:
         """The folder of the initial weights; None if the run starts from its model's weights."""
-        weights = read_stored_config(self.path / layout.CONFIG).initial_weights
+        weights = records.read_run_record(self.path / layout.CONFIG).initial_weights
         return self.path / weights if weights else None
 
     def is_run_file(self, path: Path) -> bool:
@@ -108,13 +72,13 @@ class RunDir:
             real_path == file or real_path.startswith(f"{file}/") for file in run_files
         )
 
-    def record(self) -> RunRecord:
+    def record(self) -> records.RunRecord:
         """Return the run's config.json. Raises StoreError if it is missing or malformed."""
         path = self.path / layout.CONFIG
-        if not is_file(path):
-            read_json(path)
-        record = read_stored_config(path, MAX_RECORD_BYTES).record()
-        if record is None:
+        if not files.is_file(path):
+            files.read_json(path)
+        record = records.read_run_record(path, MAX_RECORD_BYTES)
+        if not (record.arm and record.seed >= 0 and record.rerun >= 0 and record.config):
             raise StoreError(f"{path}: lacks arm, seed, rerun or config; launch the run again")
         return record
 
@@ -122,7 +86,7 @@ class RunDir:
     def is_run(self) -> bool:
         """True for a run of abrun, also if its config.json is missing, damaged or not readable."""
         try:
-            content = read_json(self.path / layout.CONFIG, MAX_RECORD_BYTES)
+            content = files.read_json(self.path / layout.CONFIG, MAX_RECORD_BYTES)
             return content.keys() >= {"arm", "seed", "rerun", "config"}
         except StoreError:
             return self.last_attempt > 0
@@ -133,84 +97,84 @@ class RunDir:
 
     def identities(self) -> tuple[str, str]:
         """Return the identity, and that of versions before runs could share a GPU."""
-        return read_stored_config(self.path / layout.CONFIG).identities()
+        return records.read_run_record(self.path / layout.CONFIG).identities()
 
-    def attempts(self) -> list[Attempt]:
+    def attempts(self) -> list[records.Attempt]:
         """Return every attempt, oldest first."""
-        return [self._attempt(number) for number in attempt_numbers(self.path / layout.ATTEMPTS)]
+        return [self._attempt(number) for number in records.attempt_numbers(self.path / layout.ATTEMPTS)]
 
-    def attempt(self) -> Attempt:
+    def attempt(self) -> records.Attempt:
         """Return the newest attempt; before the first, a pending one with number 0."""
         number = self.last_attempt
-        return self._attempt(number) if number else Attempt(status="pending")
+        return self._attempt(number) if number else records.Attempt(status="pending")
 
-    def _attempt(self, number: int) -> Attempt:
-        path = attempt_file(self.path / layout.ATTEMPTS, number)
-        return read_attempt(path, number, is_over=self.finished or number < self.last_attempt)
+    def _attempt(self, number: int) -> records.Attempt:
+        path = records.attempt_file(self.path / layout.ATTEMPTS, number)
+        return records.read_attempt(path, number, is_over=self.finished or number < self.last_attempt)
 
     @property
     def last_attempt(self) -> int:
         """The number of the newest attempt, 0 before the first."""
-        return last_attempt(self.path / layout.ATTEMPTS)
+        return records.last_attempt(self.path / layout.ATTEMPTS)
 
-    def launches(self) -> list[Launch]:
-        return list(read_as(Launches, self.path / layout.LAUNCH).launches)
+    def launches(self) -> list[records.Launch]:
+        return list(files.read_as(records.Launches, self.path / layout.LAUNCH).launches)
 
     def git(self) -> dict[str, Any] | None:
         """Return commit and uncommitted changes of the folder that the run was launched from."""
-        return (git := read_as(Launches, self.path / layout.LAUNCH).git) and asdict(git)
+        return (git := files.read_as(records.Launches, self.path / layout.LAUNCH).git) and asdict(git)
 
     def code_versions(self) -> tuple[str, ...]:
         """Return the code version of each attempt in order, without repetitions; empty if unknown.
 
         An attempt belongs to the last launch that started before it.
         """
-        recorded = read_as(Launches, self.path / layout.LAUNCH)
+        recorded = files.read_as(records.Launches, self.path / layout.LAUNCH)
         commits = []
         for attempt in self.attempts():
             started_s = time.time() if attempt.started_s is None else attempt.started_s
             earlier_commits = [launch.git for launch in recorded.launches if launch.started_s <= started_s]
             commits += [git for git in earlier_commits[-1:] if git]
         commits = commits or ([recorded.git] if recorded.git else [])
-        return tuple(dict.fromkeys(describe_commit(asdict(git)) for git in commits))
+        return tuple(dict.fromkeys(records.describe_commit(asdict(git)) for git in commits))
 
-    def heartbeat(self) -> Heartbeat:
+    def heartbeat(self) -> records.Heartbeat:
         """Return the last heartbeat; a default one if the file is missing or damaged by a power loss."""
-        with ignore_damage():
-            return read_as(Heartbeat, self.path / layout.HEARTBEAT)
-        return Heartbeat()
+        with files.ignore_damage():
+            return files.read_as(records.Heartbeat, self.path / layout.HEARTBEAT)
+        return records.Heartbeat()
 
-    def nodes(self, attempt: int) -> list[NodeStatus]:
+    def nodes(self, attempt: int) -> list[records.NodeStatus]:
         """Return the last status of each node of an attempt."""
-        require_access(self.path / layout.NODES)
-        nodes = list[NodeStatus]()
+        files.require_access(self.path / layout.NODES)
+        nodes = list[records.NodeStatus]()
         for path in sorted((self.path / layout.NODES).glob("[0-9]*.json")):
-            with ignore_damage():  # for example after a power loss
-                nodes.append(read_as(NodeStatus, path))
+            with files.ignore_damage():  # for example after a power loss
+                nodes.append(files.read_as(records.NodeStatus, path))
         return [node for node in nodes if node.attempt == attempt]
 
     def environment(self) -> dict[str, Any] | None:
         """Return environment.json of the last attempt; None before it is written. Raises StoreError."""
         path = self.path / layout.ENVIRONMENT
-        if not is_file(path):
+        if not files.is_file(path):
             return None
-        content = read_json(path, MAX_RECORD_BYTES)
-        checked(Environment, content, path)
+        content = files.read_json(path, MAX_RECORD_BYTES)
+        checked(records.Environment, content, path)
         return content
 
     def events(self) -> list[dict[str, Any]]:
-        return read_json_lines(self.path / layout.EVENTS)
+        return lines.read_json_lines(self.path / layout.EVENTS)
 
     def wandb_location(self) -> dict[str, str]:
         """Return the recorded wandb mirror of the run; empty if the file is missing or damaged."""
         try:
-            return dict(read_as(Mapping[str, str], self.path / layout.WANDB))
+            return dict(files.read_as(Mapping[str, str], self.path / layout.WANDB))
         except StoreError:
             return {}
 
-    def metrics_reader(self) -> LineReader:
+    def metrics_reader(self) -> lines.LineReader:
         """Return a reader that follows the rows of metrics.jsonl as written."""
-        return LineReader(self.path / layout.METRICS)
+        return lines.LineReader(self.path / layout.METRICS)
 
     def metrics(self) -> "dict[str, Series]":
         """Return every metric by step; see abrun.runs.metrics."""
@@ -224,14 +188,14 @@ class RunDir:
 
         return read_validation(self.path / layout.VALIDATION, finished=self.finished)
 
-    def samples(self) -> dict[int, tuple[Sample, ...]]:
+    def samples(self) -> dict[int, tuple[lines.Sample, ...]]:
         """Return the sampled completions by step, ascending; the last attempt wins."""
-        return read_samples(self.path / layout.SAMPLES)
+        return lines.read_samples(self.path / layout.SAMPLES)
 
     def read_log(self, start: int = 0, max_bytes: int = 1 << 20, *, node: int = 0) -> str:
         """Return at most `max_bytes` from the end of the job's log, skipping the first `start` bytes."""
         try:
-            with open_regular(self.node_log(node), os.O_NOFOLLOW) as file:
+            with files.open_regular(self.node_log(node), os.O_NOFOLLOW) as file:
                 end = file.seek(0, os.SEEK_END)
                 file.seek(max(start, end - max_bytes))
                 return file.read().decode(errors="replace")
@@ -247,16 +211,16 @@ class RunDir:
     def step_attempts(self) -> dict[int, int]:
         """Return the newest attempt that recorded each step, from all undamaged rows."""
         newest: dict[int, int] = {}
-        for row in read_valid_rows(self.path / layout.METRICS):
-            if row_problem(row) is None:
+        for row in lines.read_valid_rows(self.path / layout.METRICS):
+            if lines.row_problem(row) is None:
                 step, attempt = row["step"], row.get("attempt", 1)
                 newest[step] = max(attempt, newest.get(step, 0))
         return newest
 
     @property
-    def result(self) -> RunResult:
+    def result(self) -> records.RunResult:
         """Return the result that the run recorded at its end; empty until then."""
-        return read_as(RunResult, self.path / layout.RESULT)
+        return files.read_as(records.RunResult, self.path / layout.RESULT)
 
     def final_sketch(self) -> "dict[str, Array]":
         """Return the float64 sketches of the final weights by tensor; empty if missing or unreadable."""
@@ -273,7 +237,7 @@ class RunDir:
     @property
     def start_step(self) -> int:
         """The step that the run starts after: 0, or that of the checkpoint that it starts from."""
-        return start_step(self.environment())
+        return records.start_step(self.environment())
 
     def describe_missing_steps(self, num_steps: int) -> str | None:
         """Return a sentence on missing or damaged steps of a finished run of abrun's trainer, or None."""
@@ -281,7 +245,7 @@ class RunDir:
         missing = [step for step in planned if step not in recorded]
         if missing:
             return f"{layout.METRICS} lacks {len(missing)} of {len(planned)} steps, the first is {missing[0]}"
-        bad_lines = find_bad_lines(self.path / layout.METRICS)
+        bad_lines = lines.find_bad_lines(self.path / layout.METRICS)
         return f"{layout.METRICS}, line {bad_lines[0].number} is not a row of metrics" if bad_lines else None
 
     def describe_missing_last_step(self) -> str | None:
@@ -292,10 +256,10 @@ class RunDir:
 
     def describe_weights_damage(self) -> str | None:
         """Return what is wrong with the saved model of a finished run; None if nothing is."""
-        if not is_directory(self.final_weights):
+        if not files.is_directory(self.final_weights):
             return f"{self.final_weights} is missing"
         for name, recorded in (self.result.final_weights or {}).items():
-            problem = find_damage(self.final_weights / name, recorded)
+            problem = files.find_damage(self.final_weights / name, recorded)
             if problem:
                 return f"{self.final_weights / name} {problem}"
         return None

@@ -7,20 +7,10 @@ from pathlib import Path
 
 from abrun.messages import sentence
 from abrun.messages.codes import Code, Reason, in_words
-from abrun.runs import layout
+from abrun.runs import layout, records
 from abrun.runs.files import require_access
 from abrun.runs.layout import RunName
 from abrun.runs.owner import Owner
-from abrun.runs.records import (
-    Attempt,
-    Heartbeat,
-    Launch,
-    NodeStatus,
-    SilentRank,
-    Status,
-    read_stored_config,
-    recorded_reason,
-)
 from abrun.runs.rundir import RunDir
 
 STALLED_AFTER_S = 600.0
@@ -46,13 +36,13 @@ class RunState:
 
     name: RunName
     directory: Path
-    status: Status
-    step: int
-    num_steps: int
-    started_s: float | None  # time of the last start
-    reason: Reason | None  # why it failed, was interrupted, waits or hangs, if known
-    exit_code: int | None  # of the last attempt, if its end was observed
-    signal: str | None  # the signal that ended it, such as SIGKILL
+    status: records.Status
+    step: int = 0
+    num_steps: int = 0
+    started_s: float | None = None  # time of the last start
+    reason: Reason | None = None  # why it failed, was interrupted, waits or hangs, if known
+    exit_code: int | None = None  # of the last attempt, if its end was observed
+    signal: str | None = None  # the signal that ended it, such as SIGKILL
     progress: Progress | None = None  # while it is running or stalled
     ended_s: float | None = None  # of the last attempt, if its end was observed
 
@@ -78,7 +68,7 @@ class RunState:
 class LatestRecord:
     """The newest record of a run's last start, and the process to poll to see if it is alive."""
 
-    record: Launch | Attempt
+    record: records.Launch | records.Attempt
     process: Owner
     launcher: Owner | None  # None if no launcher of abrun is known to have started it
     started_s: float | None
@@ -95,7 +85,7 @@ def read_state(run: RunDir, name: RunName) -> RunState:
             break
 
     record, started_s, progress = latest.record, latest.started_s or 0.0, None
-    status, reason = record.status, recorded_reason(record)
+    status, reason = record.status, records.recorded_reason(record)
     if is_process_gone and latest.launcher and latest.launcher.is_gone:
         ending = "run and launcher ended without writing a result (killed?); continue with --resume"
         status, reason = "interrupted", in_words(ending)
@@ -117,10 +107,10 @@ def read_state(run: RunDir, name: RunName) -> RunState:
         status=status,
         step=heartbeat.step,
         started_s=latest.started_s,
-        num_steps=read_stored_config(run.path / layout.CONFIG).num_steps,
+        num_steps=records.read_run_record(run.path / layout.CONFIG).num_steps,
         reason=reason if status in ("failed", "interrupted", "stalled") else None,
         exit_code=record.exit_code,
-        signal=record.signal if isinstance(record, Launch) else None,
+        signal=record.signal if isinstance(record, records.Launch) else None,
         progress=progress,
         ended_s=record.ended_s,
     )
@@ -141,7 +131,7 @@ def _read_latest(run: RunDir) -> LatestRecord:
 
 
 def _stall_reason(
-    nodes: Sequence[NodeStatus], heartbeat: Heartbeat, started_s: float, now: float
+    nodes: Sequence[records.NodeStatus], heartbeat: records.Heartbeat, started_s: float, now: float
 ) -> Reason | None:
     """Return why a running run seems to hang, by its node agents or else its last heartbeat; None if not.
 
@@ -158,9 +148,9 @@ def _stall_reason(
 
     lost_nodes = [node for node in nodes if now - node.time_s > NODE_LOST_AFTER_S]
     if lost_nodes:
-        silent_s = now - min(node.time_s for node in lost_nodes)
+        silent_s = round(now - min(node.time_s for node in lost_nodes))
         names = [{"node": node.node, "host": node.host} for node in lost_nodes]
-        return Code.NODES_SILENT(nodes=names, silent_s=round(silent_s))
+        return Code.NODES_SILENT(nodes=names, silent_s=silent_s)
 
     silent_since_s = [node.silent_since_s for node in nodes if node.silent_since_s is not None]
     if len(silent_since_s) < len(nodes):
@@ -171,7 +161,7 @@ def _stall_reason(
 
 
 def silent_ranks_reason(
-    silent_s: float, ranks: Sequence[tuple[SilentRank, str | None]], num_unstarted: int = 0
+    silent_s: float, ranks: Sequence[tuple[records.SilentRank, str | None]], num_unstarted: int = 0
 ) -> Reason:
     """Return the reason that names hanging ranks and their hosts (None on a single host).
 
@@ -188,7 +178,9 @@ def silent_ranks_reason(
     )
 
 
-def _describe_progress(latest: LatestRecord, nodes: Sequence[NodeStatus], heartbeat: Heartbeat) -> Progress:
+def _describe_progress(
+    latest: LatestRecord, nodes: Sequence[records.NodeStatus], heartbeat: records.Heartbeat
+) -> Progress:
     """Return the progress of a run by its newest record, its node agents and its last heartbeat.
 
     The limit of abrun's own trainer counts from the last sign of life of any rank, so it is returned only
@@ -196,7 +188,7 @@ def _describe_progress(latest: LatestRecord, nodes: Sequence[NodeStatus], heartb
     """
     started_s = latest.started_s or 0.0
     last_step_s = max(started_s, heartbeat.time_s)
-    if isinstance(latest.record, Launch):
+    if isinstance(latest.record, records.Launch):
         return Progress(last_step_s=last_step_s, activity=IMPORTS, limit_s=None)
     first_node = min(nodes, key=lambda node: node.node, default=None)
     if first_node is None:

@@ -14,36 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from abrun.errors import StoreError
 from abrun.messages.codes import Code, Reason
-from abrun.runs import layout
-from abrun.runs.files import (
-    create_file,
-    json_text,
-    make_folder,
-    remove_partial_files,
-    wrap_write_errors,
-    write_file,
-    write_json,
-)
-from abrun.runs.lines import (
-    MAX_SAMPLES_BYTES,
-    LineWriter,
-    Sample,
-    find_bad_lines,
-    json_line,
-    overwrite_lines,
-    read_valid_rows,
-    sample_row,
-)
+from abrun.runs import files, layout, lines, records
 from abrun.runs.owner import this_process_fields
-from abrun.runs.records import (
-    MAX_ATTEMPT,
-    Attempt,
-    NodeStatus,
-    Status,
-    attempt_file,
-    last_attempt,
-    message_fields,
-)
 from abrun.runs.redaction import redacted
 from abrun.runs.rundir import RunDir
 
@@ -60,25 +32,27 @@ def begin_attempt(run: RunDir) -> "RunWriter":
     """
     folder, number = run.path / layout.ATTEMPTS, run.last_attempt
     for name in (layout.METRICS, layout.EVENTS, layout.VALIDATION, layout.SAMPLES):
-        for row in read_valid_rows(run.path / name):
+        for row in lines.read_valid_rows(run.path / name):
             attempt_of_row = row.get("attempt")
-            if type(attempt_of_row) is int and number < attempt_of_row < MAX_ATTEMPT:
+            if type(attempt_of_row) is int and number < attempt_of_row < records.MAX_ATTEMPT:
                 number = attempt_of_row
-    with wrap_write_errors(folder):
-        make_folder(folder)
+    with files.wrap_write_errors(folder):
+        files.make_folder(folder)
         while True:
             number += 1
-            if number > MAX_ATTEMPT:
-                raise OSError(f"attempt {MAX_ATTEMPT} is the highest number possible: remove its file")
-            attempt = Attempt(number=number, started_s=time.time(), **this_process_fields())
+            if number > records.MAX_ATTEMPT:
+                raise OSError(
+                    f"attempt {records.MAX_ATTEMPT} is the highest number possible: remove its file"
+                )
+            attempt = records.Attempt(number=number, started_s=time.time(), **this_process_fields())
             with contextlib.suppress(FileExistsError):  # another attempt began at the same time
-                create_file(attempt_file(folder, number), json_text(asdict(attempt)))
+                files.create_file(records.attempt_file(folder, number), files.json_text(asdict(attempt)))
                 break
-    remove_partial_files(run.path)
+    files.remove_partial_files(run.path)
     writer, metrics = RunWriter(run.path, attempt), run.path / layout.METRICS
-    bad_lines = find_bad_lines(metrics)
+    bad_lines = lines.find_bad_lines(metrics)
     if bad_lines:
-        overwrite_lines(metrics, bad_lines)
+        lines.overwrite_lines(metrics, bad_lines)
         text = f"blanked {len(bad_lines)} that are not rows, the first is line {bad_lines[0].number}"
         writer.event("repair", message=f"lines of {layout.METRICS}: {text}")
     return writer
@@ -97,10 +71,10 @@ def resume_abandoned_attempt(
     return RunWriter(run.path, attempt) if is_abandoned else None
 
 
-def write_node(run: RunDir, node: NodeStatus) -> None:
+def write_node(run: RunDir, node: records.NodeStatus) -> None:
     """Write a node agent's status, unless the run is gone or a later attempt owns it."""
     if run.exists and run.last_attempt == node.attempt:
-        write_json(run.path / layout.NODES / f"{node.node:04d}.json", asdict(node), durable=False)
+        files.write_json(run.path / layout.NODES / f"{node.node:04d}.json", asdict(node), durable=False)
 
 
 class FencedError(StoreError):
@@ -117,14 +91,14 @@ class RunWriter:
     Raises FencedError if one does. `attempt` is the attempt's number, from 1.
     """
 
-    def __init__(self, path: Path, attempt: Attempt) -> None:
+    def __init__(self, path: Path, attempt: records.Attempt) -> None:
         self.path = path
         self.attempt = attempt.number
         self._record = attempt
-        self._metrics = LineWriter(path / layout.METRICS)
-        self._events = LineWriter(path / layout.EVENTS)
-        self._validations: LineWriter | None = None
-        self._samples: LineWriter | None = None
+        self._metrics = lines.LineWriter(path / layout.METRICS)
+        self._events = lines.LineWriter(path / layout.EVENTS)
+        self._validations: lines.LineWriter | None = None
+        self._samples: lines.LineWriter | None = None
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Append the metrics of one step. Raises LostRowsError if earlier rows were lost."""
@@ -140,10 +114,10 @@ class RunWriter:
     def rewrite_metrics(self, rows: Mapping[int, Mapping[str, float]]) -> None:
         """Replace a metrics.jsonl that lost rows with all rows of the run, given by step."""
         self.check_fence()
-        lines = [json_line(self._row(step, rows[step])) for step in sorted(rows)]
-        write_file(self._metrics.path, b"".join(lines))
+        content = b"".join(lines.json_line(self._row(step, rows[step])) for step in sorted(rows))
+        files.write_file(self._metrics.path, content)
         self._metrics.close()
-        self._metrics = LineWriter(self._metrics.path)
+        self._metrics = lines.LineWriter(self._metrics.path)
         self.event("repair", message=f"{layout.METRICS} {ROWS_LOST}; its {len(rows)} rows were written again")
 
     def _row(self, step: int, values: Mapping[str, float]) -> dict[str, float]:
@@ -162,24 +136,24 @@ class RunWriter:
         """Append the rewards and lengths [P] of a validation, one per prompt."""
         self.check_fence()
         if self._validations is None:
-            self._validations = LineWriter(self.path / layout.VALIDATION)
+            self._validations = lines.LineWriter(self.path / layout.VALIDATION)
         content = {"prompts_sha256": prompts_sha256, "rewards": rewards, "lengths": lengths}
         self._validations.write({"step": step, "attempt": self.attempt, **content})
 
-    def samples(self, step: int, samples: list[Sample]) -> None:
+    def samples(self, step: int, samples: list[lines.Sample]) -> None:
         """Append some of a step's completions, unless the file has reached its size limit."""
         self.check_fence()
         if self._samples is None:
-            self._samples = LineWriter(self.path / layout.SAMPLES)
-        if self._samples.path.stat().st_size < MAX_SAMPLES_BYTES:
-            self._samples.write(sample_row(step, self.attempt, samples))
+            self._samples = lines.LineWriter(self.path / layout.SAMPLES)
+        if self._samples.path.stat().st_size < lines.MAX_SAMPLES_BYTES:
+            self._samples.write(lines.sample_row(step, self.attempt, samples))
 
     def rollouts(self, recording: "RecordedStep") -> None:
         """Write the rollouts of a step, replacing those of an earlier attempt."""
         from abrun.runs.rollouts import step_path  # numpy
 
         self.check_fence()
-        write_file(step_path(self.path / layout.ROLLOUTS, recording.step), recording.encode())
+        files.write_file(step_path(self.path / layout.ROLLOUTS, recording.step), recording.encode())
 
     def hash_rollouts(self, num_steps: int) -> str:
         """Return the hash of the recorded rollouts; see abrun.runs.rollouts.hash_steps."""
@@ -191,7 +165,7 @@ class RunWriter:
         """Write a heartbeat. `fields`: further ones of Heartbeat, of a command's run."""
         self.check_fence()
         content = {"time_s": time.time(), "step": step, "pid": os.getpid(), "attempt": self.attempt, **fields}
-        write_json(self.path / layout.HEARTBEAT, content, durable=False)
+        files.write_json(self.path / layout.HEARTBEAT, content, durable=False)
 
     def event(self, event: str, **details: Any) -> None:
         """Append an event to events.jsonl and print it into stdout.log, with secrets redacted."""
@@ -203,23 +177,23 @@ class RunWriter:
     def environment(self, content: Mapping[str, Any]) -> None:
         """Write environment.json: versions, devices and hashes that the run depends on."""
         self.check_fence()
-        write_json(self.path / layout.ENVIRONMENT, {"attempt": self.attempt, **content})
+        files.write_json(self.path / layout.ENVIRONMENT, {"attempt": self.attempt, **content})
 
     def sync(self) -> None:
         """Flush all lines to the disk, before anything that depends on them is written."""
-        for lines in (self._metrics, self._events, self._validations, self._samples):
-            if lines:
-                lines.sync()
+        for writer in (self._metrics, self._events, self._validations, self._samples):
+            if writer:
+                writer.sync()
 
     def initial_sketch(self, content: bytes) -> None:
         """Write the sketches of the initial weights; see `final_sketch`."""
         self.check_fence()
-        write_file(self.path / layout.INITIAL_SKETCH, content)
+        files.write_file(self.path / layout.INITIAL_SKETCH, content)
 
     def final_sketch(self, content: bytes) -> None:
         """Write the sketches of the final weights, by tensor, as safetensors."""
         self.check_fence()
-        write_file(self.path / layout.FINAL_SKETCH, content)
+        files.write_file(self.path / layout.FINAL_SKETCH, content)
 
     def finish(self, step: int, content: Mapping[str, Any] | None = None, /, **details: Any) -> None:
         """Write result.json, which marks the run as finished. Raises LostRowsError if rows were lost.
@@ -231,13 +205,13 @@ class RunWriter:
         self.event("finished", step=step, **details)
         self.sync()
         result = {"step": step, "attempt": self.attempt, **(content or {})}
-        write_json(self.path / layout.RESULT, result)
+        files.write_json(self.path / layout.RESULT, result)
         self._end_attempt("finished", None, 0)
 
     def fail(self, reason: Reason, *, exit_code: int, **details: Any) -> None:
         """Record why the run failed, unless the attempt is fenced or the disk full."""
         with contextlib.suppress(StoreError):
-            self.event("failed", **details, message=message_fields(reason)["message"])
+            self.event("failed", **details, message=records.message_fields(reason)["message"])
         with contextlib.suppress(StoreError):
             self._end_attempt("failed", reason, exit_code)
 
@@ -250,7 +224,7 @@ class RunWriter:
 
     def check_fence(self) -> None:
         """Raise FencedError if a newer attempt has begun, or if this one's record was removed."""
-        newest = last_attempt(self.path / layout.ATTEMPTS)
+        newest = records.last_attempt(self.path / layout.ATTEMPTS)
         if not newest:
             raise FencedError(f"{self.path}: was removed, so attempt {self.attempt} stops")
         if newest != self.attempt:
@@ -258,8 +232,13 @@ class RunWriter:
                 f"{self.path}: attempt {newest} now owns this run, so attempt {self.attempt} stops"
             )
 
-    def _end_attempt(self, status: Status, reason: Reason | None, exit_code: int) -> None:
+    def _end_attempt(self, status: records.Status, reason: Reason | None, exit_code: int) -> None:
         self.check_fence()
-        end = {"status": status, **message_fields(reason), "ended_s": time.time(), "exit_code": exit_code}
-        path = attempt_file(self.path / layout.ATTEMPTS, self.attempt)
-        write_json(path, {**asdict(self._record), **end})
+        end = {
+            "status": status,
+            **records.message_fields(reason),
+            "ended_s": time.time(),
+            "exit_code": exit_code,
+        }
+        path = records.attempt_file(self.path / layout.ATTEMPTS, self.attempt)
+        files.write_json(path, {**asdict(self._record), **end})

@@ -17,7 +17,6 @@ from abrun.recipe.run import OwnRunConfig
 from abrun.report.present.terminal import terminal
 from abrun.runs.launches import write_config
 from abrun.runs.layout import RunName
-from abrun.runs.records import RunRecord
 from abrun.runs.rundir import RunDir
 from abrun.tools.logprob_diff.command import measure_run
 from abrun.tools.logprob_diff.report import summary
@@ -72,13 +71,12 @@ def make_run(asked: argparse.Namespace, model: dict[str, str]) -> Path:
         """
     )
     directory = asked.output / "run"
-    record = RunRecord(
-        experiment="bench",
-        name=RunName(arm="baseline", seed=0),
-        initial_weights=None,
-        config=OwnRunConfig.model_validate(config | {"model": model}).model_dump(mode="json"),
+    write_config(
+        RunDir(directory),
+        "bench",
+        RunName(arm="baseline", seed=0),
+        OwnRunConfig.model_validate(config | {"model": model}).model_dump(mode="json"),
     )
-    write_config(RunDir(directory), record)
     return directory
 
 

@@ -38,7 +38,6 @@ from abrun.recipe.run import OwnRunConfig
 from abrun.runs.launches import write_config
 from abrun.runs.layout import RunName
 from abrun.runs.metric_names import MEAN_GEN_TOKENS, REWARD, STEP_ONE
-from abrun.runs.records import RunRecord
 from abrun.runs.rundir import RunDir
 from abrun.runs.writer import begin_attempt
 from abrun.tools.trace.judge import standardise
@@ -106,12 +105,10 @@ class Pairs:
         if not (folder / "result.json").exists():
             write_config(
                 RunDir(folder),
-                RunRecord(
-                    experiment="faults",
-                    name=RunName(arm=arm, seed=0),
-                    initial_weights=None if self._weights is None else str(self._weights),
-                    config=run.model_dump(mode="json"),
-                ),
+                "faults",
+                RunName(arm=arm, seed=0),
+                run.model_dump(mode="json"),
+                None if self._weights is None else str(self._weights),
             )
             self._planned.append(folder)
         return folder

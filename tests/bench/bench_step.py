@@ -48,7 +48,6 @@ from abrun.recipe.merging import apply_override
 from abrun.recipe.run import OwnRunConfig
 from abrun.runs.launches import write_config
 from abrun.runs.layout import RunName
-from abrun.runs.records import RunRecord
 from abrun.runs.rundir import RunDir
 from abrun.tools.predict.auto import decide_values
 from tests.bench.charts import chart
@@ -208,7 +207,7 @@ class Bench:
         run = RunDir(Path(tempfile.mkdtemp(dir=self.work)) / "run")
         name = RunName(arm="baseline", seed=0)
         config = OwnRunConfig.model_validate(tree).model_dump(mode="json")
-        write_config(run, RunRecord(experiment="x", name=name, initial_weights=None, config=config))
+        write_config(run, "x", name, config)
         ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.gpus}"]
         command = [sys.executable, *(ranks if self.gpus > 1 else []), "-m", "tests.bench.step_abrun"]
         row = finish([*command, json.dumps([str(run.path), self.device])], self.limit_s)

@@ -45,7 +45,7 @@ from abrun.runs.records import recorded_reason
 from abrun.runs.rundir import RunDir
 from abrun.runs.writer import RunWriter, begin_attempt
 from abrun.verdict.validity import find_treatment_diff, invalid_reasons
-from tests.launch.fakes import FAKE, FORKING, run_to_end
+from tests.launch.fakes import FAKE, FORKING, run_to_end, until
 from tests.launch.forked import SHARED_SERVER, ForkedChild
 from tests.snapshot import Snapshot
 
@@ -60,7 +60,9 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is 
 def others_live_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run in this process ends all processes below it: not those that were there before."""
     others = find_descendants(os.getpid())
-    monkeypatch.setattr(external_run, "find_descendants", lambda pid: find_descendants(pid) - others)
+    monkeypatch.setattr(
+        external_run.processes, "find_descendants", lambda pid: find_descendants(pid) - others
+    )
 
 
 def on_other_node(directory: Path, monkeypatch: pytest.MonkeyPatch, node: int = 1) -> int:
@@ -248,13 +250,6 @@ def events(directory: Path) -> list[dict[str, Any]]:
 
 def rows(directory: Path) -> list[dict[str, Any]]:
     return read_json_lines(directory / "metrics.jsonl")
-
-
-def until(condition: Callable[[], Any], timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
 
 
 def alive(pid: int) -> bool:

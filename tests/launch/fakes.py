@@ -2,18 +2,20 @@
 
 import contextlib
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from abrun.experiment.options import LaunchOptions
-from abrun.experiment.plan import ExperimentPlan
+from abrun.experiment.plan import ExperimentPlan, make_plan
 from abrun.launch.cluster import find_cluster_jobs, make_cluster
 from abrun.launch.engine import Devices, make_engine
 from abrun.launch.local import LocalEngine
 from abrun.launch.supervisor import GRACE_S, LaunchOutcome, Observer, run_plan, submit_plan
 from abrun.messages.codes import Reason
 from abrun.processes import MODULE_OPTIONS, Popen
+from abrun.recipe.experiment import load_recipe
 from abrun.recipe.launcher import resolve_launcher_settings
 from abrun.recipe.run import OwnRunConfig, RunConfig
 from abrun.runs.experiment import read_run_state
@@ -30,6 +32,21 @@ FORKING = "tests.launch.fakes:ForkingEngine"  # to be set as "local" in LAUNCHER
 FAKE_UNDER_AGENT = ("fake-under-agent", "tests.launch.fakes:FakesUnderAgent")
 STAND_IN = ("stand-in", "tests.launch.fakes:StandInForVllm")
 STAND_IN_HOST = ("tests.trainer.rollout.standin", "host")  # to be set as abrun.launch.hosts.HOST_COMMAND
+
+
+SMALL = Path(__file__).parent / "small.yaml"
+
+
+def plan_of(*overrides: str) -> ExperimentPlan:
+    """The plan of the small recipe with these settings."""
+    return make_plan(load_recipe(SMALL, overrides))
+
+
+def until(condition: Callable[[], object], timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
 
 
 class Silent:

@@ -306,7 +306,9 @@ def test_a_follower_of_a_command_killed_before_any_of_its_writes(
     tmp_path: Path, others: frozenset[Process], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Among them those between the command's last row and the end of the run."""
-    monkeypatch.setattr(external_run, "find_descendants", lambda pid: find_descendants(pid) - others)
+    monkeypatch.setattr(
+        external_run.processes, "find_descendants", lambda pid: find_descendants(pid) - others
+    )
     planned = plan_of((FOREIGN[0], ("steps=3", FOREIGN[1][-1]))).runs[0]
     every = max(1, 150 // ROUNDS)
     last, killed, before_end = 1 + SEED % every, True, 0

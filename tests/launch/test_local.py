@@ -20,7 +20,7 @@ from psutil import Process
 
 from abrun.errors import LaunchError, StoreError
 from abrun.experiment.command import run_environment
-from abrun.experiment.plan import ExperimentPlan, RunName, make_plan
+from abrun.experiment.plan import RunName
 from abrun.experiment.preflight import checks
 from abrun.launch import queue, supervisor
 from abrun.launch.prepare import own_experiment
@@ -30,7 +30,7 @@ from abrun.messages.records import encode_reasons
 from abrun.processes import find_run_processes
 from abrun.recipe.experiment import load_recipe, parse_stored_run
 from abrun.recipe.implementations import LOCAL_LAUNCHERS
-from abrun.runs import experiment, files, launches, lock
+from abrun.runs import files, launches, lock
 from abrun.runs.experiment import WARM_STARTS, open_experiment, planned_runs, read_run_state
 from abrun.runs.files import fingerprint, read_json
 from abrun.runs.launches import begin_launch, read_endings, write_ending
@@ -40,17 +40,11 @@ from abrun.runs.records import Launch, recorded_reason
 from abrun.runs.rundir import RunDir
 from abrun.runs.state import RunState, read_state
 from abrun.runs.writer import begin_attempt
-from tests.launch.fakes import FAKE, FRESH_FAKES, Silent, run_to_end
+from tests.launch.fakes import FAKE, FRESH_FAKES, SMALL, Silent, plan_of, run_to_end, until
 from tests.snapshot import Snapshot
 from tests.written_runs import make_run, run_config
 
-SMALL = Path(__file__).parent / "small.yaml"
-
 SLOW = pytest.mark.slow
-
-
-def plan_of(*overrides: str) -> ExperimentPlan:
-    return make_plan(load_recipe(SMALL, overrides))
 
 
 @pytest.mark.parametrize("name", ["environment.json", "result.json"])
@@ -429,13 +423,6 @@ def start(runs_dir: Path, **options: Any) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", LAUNCH, *arguments], stdout=subprocess.PIPE, text=True)
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.02)
-
-
 def steps(runs_dir: Path, run: str) -> int:
     return len(read_json_lines(runs_dir / "small" / run / "metrics.jsonl"))
 
@@ -456,7 +443,7 @@ def no_space_for(monkeypatch: pytest.MonkeyPatch, refused: Callable[[Path], bool
             raise StoreError(f"{path}: cannot be written: No space left on device")
         write_json(path, content)
 
-    for module in (launches, experiment):
+    for module in (launches, files):
         monkeypatch.setattr(module, "write_json", write)
 
 

@@ -13,27 +13,21 @@ from pathlib import Path
 
 import pytest
 
-from abrun.experiment.plan import ExperimentPlan, make_plan
 from abrun.experiment.preflight.machine import Machine
 from abrun.launch import mps
 from abrun.launch.local import Slots, count_parallel_runs
 from abrun.processes import find_descendants, find_processes_with, kill_all
-from abrun.recipe.experiment import RUNS_PER_GPU, load_recipe
+from abrun.recipe.experiment import RUNS_PER_GPU
 from abrun.recipe.implementations import LOCAL_LAUNCHERS
 from abrun.recipe.run import ClusterConfig, RunConfig, can_change_numbers
 from abrun.runs.rundir import RunDir
-from tests.launch.fakes import FAKE, Silent, run_to_end
+from tests.launch.fakes import FAKE, Silent, plan_of, run_to_end
 from tests.launch.forked import SHARED_SERVER
 from tests.snapshot import Snapshot
 
 HERE = Path(__file__).parent
-SMALL = HERE / "small.yaml"
 ON_GPU, SHARED = "cluster.gpus_per_node=1", "cluster={gpus_per_node: 1, runs_per_gpu: 4}"
 STEP_TIME = "timing/train/total_step_time_s"
-
-
-def plan_of(*overrides: str) -> ExperimentPlan:
-    return make_plan(load_recipe(SMALL, overrides))
 
 
 # --- places ---

@@ -3,8 +3,6 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Literal
@@ -14,7 +12,7 @@ import pytest
 from abrun.errors import LaunchError, RecipeError
 from abrun.experiment.plan import ExperimentPlan, make_plan
 from abrun.launch.cluster import make_cluster
-from abrun.launch.engine import Devices
+from abrun.launch.engine import Devices, Engine
 from abrun.recipe import implementations
 from abrun.recipe.experiment import load_recipe
 from abrun.recipe.implementations import LOCAL_LAUNCHERS
@@ -46,7 +44,7 @@ class ToyRun:
             self.process.terminate()
 
 
-class ToyEngine:
+class ToyEngine(Engine):
     """One run after the other."""
 
     trainer = ("-m", "abrun.trainer")
@@ -56,11 +54,6 @@ class ToyEngine:
 
     def find_problems(self, plan: ExperimentPlan) -> list[str]:
         return [] if len(plan.recipe.seeds) == 1 else [f"seeds: got {plan.recipe.seeds}; a toy takes one"]
-
-    def prepare_for(
-        self, runs: Sequence[tuple[RunDir, RunConfig]], say: Callable[[str], object]
-    ) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def find_devices(self, run: RunDir, config: RunConfig) -> Devices | None:
         return None if any(run.poll() is None for run in self.started) else ("toy",)

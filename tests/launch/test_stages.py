@@ -8,7 +8,7 @@ import pytest
 from abrun.api import launching
 from abrun.errors import LaunchError, RecipeError
 from abrun.experiment.plan import compare_hash
-from abrun.launch.stages import add_interim_analyses, refuse_other_interim
+from abrun.launch.derived_recipes import add_interim_analyses, refuse_other_interim
 from abrun.recipe.experiment import load_recipe
 from abrun.runs.experiment import write_experiment
 from tests.launch.curves import begin_in, begun, verdict_of

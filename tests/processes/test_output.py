@@ -20,6 +20,7 @@ import pytest
 
 from abrun.processes.output import MAX_PENDING_BYTES, UnfailingOutput
 from abrun.runs.experiment import planned_runs, read_run_state, run_dir
+from tests.launch.fakes import until
 from tests.snapshot import Snapshot
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /dev/full and /proc")
@@ -70,13 +71,6 @@ def abrun(*words: str | Path, **options: Any) -> "subprocess.Popen[str]":
 def statuses(experiment_dir: Path) -> list[str]:
     names = planned_runs(experiment_dir)
     return [read_run_state(experiment_dir, name).status for name in names]
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 30) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.02)
 
 
 # --- faults of the output ---

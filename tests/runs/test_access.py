@@ -15,7 +15,7 @@ from abrun.runs.launches import begin_launch, end_launch, update_launch, write_c
 from abrun.runs.layout import RunName
 from abrun.runs.lines import Sample
 from abrun.runs.lock import LOCK, describe_launcher, launcher_lock
-from abrun.runs.records import NodeStatus, RunRecord
+from abrun.runs.records import NodeStatus
 from abrun.runs.rundir import RunDir
 from abrun.runs.writer import begin_attempt, write_node
 from tests.snapshot import Snapshot
@@ -36,8 +36,7 @@ def plan(experiment_dir: Path, name: RunName = NAME) -> RunDir:
     run = {"arm": name.arm, "seed": name.seed, "rerun": name.rerun}
     write_experiment(experiment_dir, {"experiment": experiment_dir.name, "runs": [run]})
     directory = RunDir(experiment_dir / str(name))
-    record = RunRecord(experiment=experiment_dir.name, name=name, initial_weights=None, config={"steps": 9})
-    write_config(directory, record)
+    write_config(directory, experiment_dir.name, name, {"steps": 9})
     return directory
 
 

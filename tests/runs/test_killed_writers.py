@@ -16,7 +16,6 @@ from abrun.runs import owner
 from abrun.runs.files import read_json, remove_partial_files, write_json
 from abrun.runs.launches import begin_launch, end_launch, update_launch, write_config
 from abrun.runs.layout import RunName
-from abrun.runs.records import RunRecord
 from abrun.runs.rundir import RunDir
 from abrun.runs.state import read_state
 from abrun.runs.writer import begin_attempt
@@ -28,7 +27,7 @@ HERE = owner.this_process_fields()["host"]
 
 def make_run(path: Path) -> RunDir:
     run = RunDir(path / "run")
-    write_config(run, RunRecord(experiment="e", name=NAME, initial_weights=None, config={"steps": 2}))
+    write_config(run, "e", NAME, {"steps": 2})
     return run
 
 

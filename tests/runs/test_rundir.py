@@ -12,12 +12,12 @@ import pytest
 
 from abrun.errors import StoreError
 from abrun.messages.codes import Code, Reason
-from abrun.runs import owner, writer
+from abrun.runs import files, owner
 from abrun.runs.experiment import open_experiment, planned_runs, read_run_state, run_dir
 from abrun.runs.files import read_json, write_json
 from abrun.runs.launches import begin_launch, end_launch, update_launch, write_config
 from abrun.runs.layout import RunName
-from abrun.runs.records import NodeStatus, RunRecord
+from abrun.runs.records import NodeStatus
 from abrun.runs.rundir import RunDir
 from abrun.runs.state import read_state
 from abrun.runs.writer import FencedError, RunWriter, begin_attempt, write_node
@@ -195,14 +195,14 @@ def test_of_two_attempts_that_begin_at_once_one_goes_on(
     """Both look before either has begun: each gets a number of its own, and the higher one the run."""
     run = RunDir(make_run(tmp_path))
     begun: list[RunWriter] = []
-    make_folder = writer.make_folder
+    make_folder = files.make_folder
 
     def late(path: Path) -> None:  # the other one begins where this one has looked and not yet begun
-        monkeypatch.setattr(writer, "make_folder", make_folder)
+        monkeypatch.setattr(files, "make_folder", make_folder)
         begun.append(begin_attempt(run))
         make_folder(path)
 
-    monkeypatch.setattr(writer, "make_folder", late)
+    monkeypatch.setattr(files, "make_folder", late)
     newer = begin_attempt(run)
     (older,) = begun
     assert (older.attempt, newer.attempt) == (1, 2)
@@ -401,16 +401,17 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path, snapshot: Snapshot) 
     run = RunDir(tmp_path / "run")
     assert not run.exists and not run.is_run
     name = RunName(arm="b", seed=3, rerun=1)
-    record = RunRecord(experiment="e", name=name, initial_weights="../w", config={"steps": 2})
-    write_config(run, record)
-    assert run.exists and run.is_run and run.record() == record
+    write_config(run, "e", name, {"steps": 2}, "../w")
+    assert run.exists and run.is_run
+    record = run.record()
+    assert (record.experiment, record.name, record.config) == ("e", name, {"steps": 2})
     assert run.initial_weights == tmp_path / "run" / "../w"
     write_json(run.path / "config.json", {"model_type": "qwen2"})
     assert not run.is_run
     with snapshot.refused(StoreError):
         run.record()
     for wrong in ({"seed": "3"}, {"config": None}, {"initial_weights": 7}):
-        write_config(run, record)
+        write_config(run, "e", name, {"steps": 2}, "../w")
         write_json(run.path / "config.json", read_json(run.path / "config.json") | wrong)
         for read in (run.record, lambda: read_state(run, name), lambda: run.initial_weights):
             with snapshot.refused(StoreError):
@@ -422,7 +423,7 @@ def test_a_resumed_launch_may_change_limits_and_the_share_of_a_gpu_and_checkpoin
 ) -> None:
     def identity(config: dict) -> str:
         run = RunDir(tmp_path / "run")
-        write_config(run, RunRecord(experiment="e", name=NAME, initial_weights=None, config=config))
+        write_config(run, "e", NAME, config)
         return run.identity()
 
     config = {"steps": 2, "cluster": {"gpus_per_node": 1, "runs_per_gpu": 1}, "limits": {}}

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from abrun.cli import app
 from abrun.errors import RecipeError
 from abrun.experiment.plan import group_pairs, make_plan
-from abrun.launch.sensitivity_recipe import make_sensitivity_recipe
+from abrun.launch.derived_recipes import make_sensitivity_recipe
 from abrun.logs.recorded.stored import load_experiment
 from abrun.messages import sentence
 from abrun.messages.codes import Code

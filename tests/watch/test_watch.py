@@ -22,7 +22,6 @@ from abrun.runs.launches import begin_launch, end_launch, write_config
 from abrun.runs.layout import RunName
 from abrun.runs.lines import LineParser, LineWriter
 from abrun.runs.lock import launcher_lock
-from abrun.runs.records import RunRecord
 from abrun.runs.rundir import RunDir
 from abrun.runs.state import RunState
 from abrun.runs.writer import begin_attempt
@@ -273,7 +272,7 @@ def test_the_log_of_a_run_whose_turn_comes_is_waited_for(tmp_path: Path) -> None
     experiment_dir = make_experiment(tmp_path, baseline_0=0)
     run = RunDir(experiment_dir / "baseline" / "seed-0")
     name = RunName(arm="baseline", seed=0)
-    write_config(run, RunRecord(experiment="demo", name=name, initial_weights=None, config={"steps": 60}))
+    write_config(run, "demo", name, {"steps": 60})
     with launcher_lock(experiment_dir), ThreadPoolExecutor() as pool:
         lines = pool.submit(list, watch.read_log(run.path, lambda experiment_dir: None, follow=True))
         time.sleep(0.2)
@@ -290,7 +289,7 @@ def test_the_log_of_a_run_whose_turn_comes_is_waited_for(tmp_path: Path) -> None
 def test_in_the_place_of_an_empty_log_is_what_is_recorded(tmp_path: Path, snapshot: Snapshot) -> None:
     experiment_dir = make_experiment(tmp_path, baseline_0=0)
     run, name = RunDir(experiment_dir / "baseline" / "seed-0"), RunName(arm="baseline", seed=0)
-    write_config(run, RunRecord(experiment="demo", name=name, initial_weights=None, config={"steps": 60}))
+    write_config(run, "demo", name, {"steps": 60})
 
     def said() -> list[str]:
         return list(watch.read_log(run.path, lambda experiment_dir: None, follow=False))

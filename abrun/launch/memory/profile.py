@@ -61,11 +61,8 @@ class Cell:
     @property
     def highest_peak(self) -> tuple[str, int]:
         """Phase with the highest peak, and its bytes, even if the step ran out of memory."""
-        return max(
-            self.by_phase.items(),
-            key=lambda item: item[1],
-            default=(self.out_of_memory or "weights", sum(self.held.values())),
-        )
+        before_the_step = self.out_of_memory or "weights", sum(self.held.values())
+        return max(self.by_phase.items(), key=lambda item: item[1], default=before_the_step)
 
     @property
     def fitting_peak(self) -> tuple[str, int] | None:
@@ -136,12 +133,8 @@ class MemoryProfile:
 
         None if either ran out of memory, or if the first arm has no cell there.
         """
-        baseline_peaks = (
-            other.fitting_peak
-            for other in self.cells
-            if (other.arm, other.point) == (self.arms[0], cell.point)
-        )
-        baseline_peak = next(baseline_peaks, None)
+        peaks = {(other.arm, other.point): other.fitting_peak for other in reversed(self.cells)}
+        baseline_peak = peaks.get((self.arms[0], cell.point))
         return cell.fitting_peak[1] / baseline_peak[1] if baseline_peak and cell.fitting_peak else None
 
     @property
@@ -303,12 +296,8 @@ class SweepRunner:
 
     def measure(self, arm: str, point: Point, config: OwnRunConfig, position: str = "") -> Cell:
         """Measure one cell in separate processes. Raises LaunchError if it cannot be measured."""
-        job = {
-            "length": point.length,
-            "num_sequences": point.num_sequences,
-            "rollouts": self._plan.rollouts,
-            "budget_bytes": self._plan.budget_bytes,
-        }
+        job = {"length": point.length, "num_sequences": point.num_sequences}
+        job |= {"rollouts": self._plan.rollouts, "budget_bytes": self._plan.budget_bytes}
         directory = self._output / "cells" / f"{len(self.profile.cells):03d}-{arm}"
         cell, counter = measure_cell(directory, arm, point, config, job)
         counter = counter or self.profile.counter
@@ -325,33 +314,30 @@ class SweepRunner:
         cells = [cell for cell in self.profile.cells if (cell.arm, cell.point.swept) == (arm, variant.swept)]
         smallest_fixed_size = min(getattr(cell.point, fixed_size) for cell in cells)
         cells = [cell for cell in cells if getattr(cell.point, fixed_size) == smallest_fixed_size]
-        needs_pairs = searched_size == "num_sequences" and isinstance(config.algorithm, Dpo)
-        size_limit = search_size_limit(
-            cells,
-            searched_size,
-            lambda size: self.measure(
-                arm, replace(cells[0].point, **{searched_size: size}), config, "search: "
-            ),
-            unit=2 if needs_pairs else 1,
-            max_size=model_shape(config.model).get("max_position_embeddings")
-            if searched_size == "length"
-            else None,
-        )
+        unit, max_size = 1, None
+        if searched_size == "length":
+            max_size = model_shape(config.model).get("max_position_embeddings")
+        elif isinstance(config.algorithm, Dpo):
+            unit = 2
+
+        def measure_size(size: int) -> Cell:
+            point = replace(cells[0].point, **{searched_size: size})
+            return self.measure(arm, point, config, "search: ")
+
+        size_limit = search_size_limit(cells, searched_size, measure_size, unit=unit, max_size=max_size)
         self.profile = replace(self.profile, size_limits=[*self.profile.size_limits, size_limit])
         self._write()
 
     def _write(self) -> None:
         profile = self.profile
-        write_json(
-            self._output / "peaks.json",
-            {
-                "schema_version": SCHEMA_VERSION,
-                "name": profile.name,
-                "counter": profile.counter,
-                "cells": [cell.as_json() for cell in profile.cells],
-                "longest": [asdict(limit) | {"swept": dict(limit.swept)} for limit in profile.size_limits],
-            },
-        )
+        content = {
+            "schema_version": SCHEMA_VERSION,
+            "name": profile.name,
+            "counter": profile.counter,
+            "cells": [cell.as_json() for cell in profile.cells],
+            "longest": [asdict(limit) | {"swept": dict(limit.swept)} for limit in profile.size_limits],
+        }
+        write_json(self._output / "peaks.json", content)
 
 
 def measure_recipe(
@@ -425,9 +411,8 @@ def search_size_limit(
         size = 2 * largest_fitting if smallest_failing is None else (largest_fitting + smallest_failing) // 2
         if misses < 2:
             memory_share = 1.0 if misses else FIRST_FILL_SHARE
-            size = (
-                _extrapolate_size([(size, cells[size]) for size in fitting_sizes[-2:]], memory_share) or size
-            )
+            fitting_cells = [(size, cells[size]) for size in fitting_sizes[-2:]]
+            size = _extrapolate_size(fitting_cells, memory_share) or size
         if smallest_failing is None:
             size = max(size, largest_fitting + gap)
         elif smallest_failing - largest_fitting < 2 * max(gap, smallest_failing // RESOLUTION):
@@ -450,12 +435,11 @@ def _extrapolate_size(fitting_cells: Sequence[tuple[int, Cell]], memory_share: f
         return None
     (smaller_size, smaller_cell), (larger_size, larger_cell) = fitting_cells
     target_bytes = memory_share * fitting_cells[1][1].total_bytes
-    sizes = [
-        larger_size
-        + int((target_bytes - peak) * (larger_size - smaller_size) / (peak - smaller_cell.by_phase[phase]))
-        for phase, peak in larger_cell.by_phase.items()
-        if peak > smaller_cell.by_phase.get(phase, peak)
-    ]
+    sizes = []
+    for phase, peak in larger_cell.by_phase.items():
+        growth = peak - smaller_cell.by_phase.get(phase, peak)
+        if growth > 0:
+            sizes.append(larger_size + int((target_bytes - peak) * (larger_size - smaller_size) / growth))
     return min(sizes, default=None)
 
 
@@ -486,11 +470,9 @@ def measure_cell(
 def format_progress(cell: Cell, unit: tuple[str, int]) -> str:
     """Return the progress line of a measured cell."""
     phase, num_bytes = cell.highest_peak
-    peak_text = f"{format_bytes(num_bytes, unit)} {unit[0]} in {phase}"
-    cell_name = f"{cell.arm}, {describe_point(cell.point)}"
-    if cell.out_of_memory:
-        return f"{cell_name}: out of memory in {cell.out_of_memory}; peak before that: {peak_text}"
-    return f"{cell_name}: {peak_text}"
+    failure = f"out of memory in {cell.out_of_memory}; peak before that: " if cell.out_of_memory else ""
+    peak = f"{format_bytes(num_bytes, unit)} {unit[0]} in {phase}"
+    return f"{cell.arm}, {describe_point(cell.point)}: {failure}{peak}"
 
 
 def describe_point(point: Point) -> str:

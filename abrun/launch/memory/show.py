@@ -43,14 +43,13 @@ def _make_peak_table(profile: MemoryProfile) -> Table:
     rows = []
     for cell in profile.sorted_cells:
         ratio, phase = profile.ratio(cell), _format_phase(cell.highest_peak[0])
+        sizes = [*map(cell.held.get, resident_kinds), *map(cell.by_phase.get, phases)]
+        where = f"out of memory in {cell.out_of_memory}" if cell.out_of_memory else phase
         rows.append(
             [
-                *_format_size(cell.point, size_headings),
-                cell.arm,
-                *(format_bytes(cell.held.get(name), unit) for name in resident_kinds),
-                *(format_bytes(cell.by_phase.get(phase), unit) for phase in phases),
-                f"out of memory in {cell.out_of_memory}" if cell.out_of_memory else phase,
-                f"{ratio:.3f}" if ratio else "-",
+                *(*_format_size(cell.point, size_headings), cell.arm),
+                *(format_bytes(size, unit) for size in sizes),
+                *(where, f"{ratio:.3f}" if ratio else "-"),
             ]
         )
     on_gpu = profile.counter == PEAK_MEMORY[0]
@@ -60,9 +59,7 @@ def _make_peak_table(profile: MemoryProfile) -> Table:
 
 def _make_allocator_table(profile: MemoryProfile) -> Table:
     size_headings, unit = _size_headings(profile), profile.unit
-    activities = list(
-        dict.fromkeys(activity for cell in profile.cells for activity in cell.device_used_bytes)
-    )
+    activities = list(dict.fromkeys(name for cell in profile.cells for name in cell.device_used_bytes))
     headings = [*size_headings, "arm", "allocated", "reserved", "idle in split blocks", "retries"]
     headings += [f"device memory used, {activity}" for activity in activities]
     rows = [
@@ -154,9 +151,7 @@ def _make_site_table(cell: Cell, unit: tuple[str, int]) -> Table:
     assert cell.peak
     rows = [[format_bytes(cell.peak["before_bytes"], unit), "-", "-", "allocated before the step"]]
     for site in cell.peak["sites"]:
-        line = site["line"] or "C++ code without a Python frame"
-        rows.append(
-            [format_bytes(site["bytes"], unit), str(site["count"]), _format_phase(site["phase"]), line]
-        )
+        line, phase = site["line"] or "C++ code without a Python frame", _format_phase(site["phase"])
+        rows.append([format_bytes(site["bytes"], unit), str(site["count"]), phase, line])
     title = f"{cell.arm}, {describe_point(cell.point)}: memory held at the step's peak"
     return _make_table(title, [unit[0], "blocks", "allocated in", "line"], rows)

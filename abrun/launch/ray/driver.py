@@ -82,8 +82,8 @@ def _run_experiment(experiment_dir: Path, job: str, submitted: dict[str, Any]) -
         plan = make_plan(parse_stored_recipe(open_experiment(experiment_dir)["recipe"]))
         queue, report = LaunchQueue(plan, experiment_dir), partial(_write_status, experiment_dir, job)
         engine = engine_of(settings, plan, experiment_dir, queue.jobs, submitted.get("num_jobs"), report)
-        arguments = queue, engine, lease, float(settings.save_s), submitted.get("git")
-        stopped_by = Supervisor(*arguments, say=say).run()
+        save_s, git = float(settings.save_s), submitted.get("git")
+        stopped_by = Supervisor(queue, engine, lease, save_s, git, say=say).run()
     finally:
         lease.close()
     if stopped_by is None and submitted.get("compare"):

@@ -11,7 +11,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from abrun.errors import StoreError
 from abrun.experiment.command import NODE_LIST
 from abrun.experiment.plan import ExperimentPlan, group_pairs
 from abrun.launch.cluster import agent_grace_s, network_variables
-from abrun.launch.engine import Devices, StartedRun
+from abrun.launch.engine import Devices, Engine, StartedRun
 from abrun.launch.queue import LaunchJob
 from abrun.launch.ray.agent import NodeAgent
 from abrun.messages import sentence
@@ -82,7 +81,7 @@ class Gang:
     is_broken: bool = False  # a node is lost
 
 
-class GangEngine:
+class GangEngine(Engine):
     """Starts runs on this cluster, pair by pair; calls `report` with the reasons why runs wait, by name."""
 
     def __init__(
@@ -96,26 +95,13 @@ class GangEngine:
     ) -> None:
         self._settings, self._num_jobs, self._report = settings, num_jobs, report
         self._jobs = {job.run.path: job for job in jobs}
-        self._pairs = {
-            run_dir(experiment_dir, run.name): [
-                run_dir(experiment_dir, run_of_pair.name) for run_of_pair in pair
-            ]
-            for pair in group_pairs(plan.runs)
-            for run in pair
-        }
+        pairs = ([run_dir(experiment_dir, run.name) for run in pair] for pair in group_pairs(plan.runs))
+        self._pairs = {path: pair for pair in pairs for path in pair}
         self._gangs: list[Gang] = []
         self._losses: Counter[Path] = Counter()
         self._last_reported: Mapping[str, str] = {}
         self._capacity_checked_s = 0.0
         self._report_waiting()
-
-    def find_problems(self, plan: ExperimentPlan) -> list[str]:
-        return []  # nodes report their own problems
-
-    def prepare_for(
-        self, runs: Sequence[tuple[RunDir, RunConfig]], say: Callable[[str], object]
-    ) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
 
     def find_devices(self, run: RunDir, config: RunConfig) -> Devices | None:
         """Return () if a run could start now; requests its gang if it has none."""
@@ -156,7 +142,7 @@ class GangEngine:
             ).remote()
             for index in range(config.cluster.nodes)
         ]
-        return GangRun(run, gang, actors, self._settings, self._count_loss)
+        return GangRun(run, gang, actors, self._settings, self._losses)
 
     def _jobs_to_start(self, run: RunDir) -> list[LaunchJob]:
         """Return the unstarted jobs of a pair, or just one if the pair exceeds the limit or the cluster."""
@@ -171,17 +157,13 @@ class GangEngine:
         return jobs if self._can_fit(jobs) or not self._can_fit(single_job) else single_job
 
     def _can_fit(self, jobs: Sequence[LaunchJob]) -> bool:
-        return len(self._nodes_large_enough(jobs)) >= jobs[0].config.cluster.nodes
+        return self._count_large_enough(jobs) >= jobs[0].config.cluster.nodes
 
-    def _nodes_large_enough(self, jobs: Sequence[LaunchJob]) -> list[Any]:
-        """Return the nodes that could hold their share of these runs if nothing else ran."""
+    def _count_large_enough(self, jobs: Sequence[LaunchJob]) -> int:
+        """Return the number of nodes that could hold their share of these runs if nothing else ran."""
         needs = combine_resources([job.config for job in jobs], self._settings)
-        alive = [node for node in ray.nodes() if node["Alive"]]
-        return [
-            node
-            for node in alive
-            if all(node["Resources"].get(name, 0.0) >= amount for name, amount in needs.items())
-        ]
+        resources = (node["Resources"] for node in ray.nodes() if node["Alive"])
+        return sum(all(has.get(name, 0.0) >= need for name, need in needs.items()) for has in resources)
 
     def _check_capacity(self, gang: Gang) -> None:
         """Report what a gang waits for, or break it up if its runs would fit only one by one."""
@@ -189,7 +171,7 @@ class GangEngine:
             return
         self._capacity_checked_s = time.monotonic()
         num_nodes = gang.jobs[0].config.cluster.nodes
-        large_enough = len(self._nodes_large_enough(gang.jobs))
+        large_enough = self._count_large_enough(gang.jobs)
         if len(gang.jobs) > 1 and large_enough < num_nodes and self._can_fit(gang.jobs[:1]):
             gang.is_broken = True
             return
@@ -197,23 +179,18 @@ class GangEngine:
         amounts = ", ".join(f"{amount:g} {name}" for name, amount in needs.items())
         availability = f"{large_enough} of that size, and not free" if large_enough else "none of that size"
         nodes = count_text(num_nodes, "node")
-        description = f"for {nodes} with {amounts} each; the cluster has {availability}"
-        self._report_waiting(gang, description)
+        self._report_waiting(gang, f"for {nodes} with {amounts} each; the cluster has {availability}")
 
     def _report_waiting(self, gang: Gang | None = None, reason_text: str | None = None) -> None:
         """Report why runs wait: those of `gang` for `reason_text` (None: none do), others for their turn."""
-        gang_jobs = gang.jobs if gang else []
-        to_start = [job for job in self._jobs.values() if not (job.started or job.is_done)]
-        reasons = {job.label: reason_text if job in gang_jobs else WAITS_FOR_TURN for job in to_start}
-        waiting = {label: reason for label, reason in reasons.items() if reason}
+        gang_jobs, waiting = gang.jobs if gang else [], dict[str, str]()
+        for job in self._jobs.values():
+            reason = reason_text if job in gang_jobs else WAITS_FOR_TURN
+            if reason and not (job.started or job.is_done):
+                waiting[job.label] = reason
         if waiting != self._last_reported:
             self._last_reported = waiting
             self._report(waiting)
-
-    def _count_loss(self, run: RunDir) -> bool:
-        """Count a lost node of a run. Return True if the run may restart."""
-        self._losses[run.path] += 1
-        return self._losses[run.path] <= self._settings.restarts
 
 
 @dataclass(slots=True, eq=False)
@@ -247,7 +224,7 @@ class GangRun:
     gang: Gang
     actors: Sequence[Any]
     settings: Ray
-    count_loss: Callable[[RunDir], bool]
+    losses: Counter[Path]  # number of starts of each run that lost a node
     nodes: list[NodeActor] = field(init=False)
     last_attempt: int = field(init=False)  # number before this start
     failed_s: float | None = None  # time of the first failure of a node
@@ -274,7 +251,13 @@ class GangRun:
         if self.failed_s is None and any(node.lost or node.status for node in self.nodes):
             self.failed_s = now
         if self.failed_s is not None and now - self.failed_s > FAILURE_GRACE_S:
-            self._stop_others(is_timed_out=now - self.failed_s > NODE_TIMEOUT_S)
+            for node in self.nodes:
+                if not node.is_over and not node.started:
+                    node.status = -9
+                elif not node.is_over:
+                    node.actor.stop.remote(True)
+                    if now - self.failed_s > NODE_TIMEOUT_S:
+                        node.lost = f"no answer for {NODE_TIMEOUT_S:.0f} s"
         if all(node.is_over for node in self.nodes):
             self._record_end()
         return self.status
@@ -326,29 +309,15 @@ class GangRun:
 
     def _start_agents(self) -> None:
         addresses = [node.address for node in self.nodes if node.address]
-        first_address = addresses[0]
+        _, head, port = addresses[0]
         python = self.settings.python or sys.executable
         env, grace_s = network_variables(self.settings.interface), agent_grace_s(self.settings.save_s)
         env[NODE_LIST] = ",".join(address for _, address, _ in addresses)
-        node_arguments = [
-            str(self.run.path),
-            f"{first_address[1]}:{first_address[2]}",
-            str(grace_s),
-            os.uname().nodename,
-        ]
+        arguments = [str(self.run.path), f"{head}:{port}", str(grace_s), os.uname().nodename]
         for node in self.nodes:
-            argv = [python, *MODULE_OPTIONS, "abrun.launch.node", *node_arguments, str(node.index)]
+            argv = [python, *MODULE_OPTIONS, "abrun.launch.node", *arguments, str(node.index)]
             node.answer = node.actor.start.remote(argv, env, os.getcwd())
             node.started = True
-
-    def _stop_others(self, *, is_timed_out: bool) -> None:
-        for node in self.nodes:
-            if not node.is_over and not node.started:
-                node.status = -9
-            elif not node.is_over:
-                node.actor.stop.remote(True)
-                if is_timed_out:
-                    node.lost = f"no answer for {NODE_TIMEOUT_S:.0f} s"
 
     def _record_end(self) -> None:
         for node in self.nodes:
@@ -358,7 +327,8 @@ class GangRun:
                 ray.kill(node.actor)
         if any(node.lost for node in self.nodes):
             self.gang.is_broken = True
-            self.is_lost = self.count_loss(self.run)
+            self.losses[self.run.path] += 1
+            self.is_lost = self.losses[self.run.path] <= self.settings.restarts
         self.status = next((node.status for node in self.nodes if node.status), int(self.gang.is_broken))
 
     def _note(self, node: NodeActor, reason: Reason) -> None:

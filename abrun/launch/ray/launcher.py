@@ -67,17 +67,17 @@ def find_dashboard_url(address: str) -> str:
         return _make_client(configured).get_address()
 
 
-def submit_job(url: str, job: str, entrypoint: str, runtime_env: Mapping[str, Any]) -> None:
+@contextlib.contextmanager
+def ray_client(url: str) -> Iterator[Any]:
+    """Yield a client of the cluster at a dashboard's URL. Raises LaunchError for its errors."""
     _check_reachable(url)
     with _raise_launch_errors(url):
-        _make_client(url).submit_job(entrypoint=entrypoint, submission_id=job, runtime_env=dict(runtime_env))
+        yield _make_client(url)
 
 
 def get_job(url: str, job: str) -> RayJob | None:
     """Return a job, or None if Ray does not know it, as after a restart of its head."""
-    _check_reachable(url)
-    with _raise_launch_errors(url):
-        client = _make_client(url)
+    with ray_client(url) as client:
         try:
             details = client.get_job_info(job)
         except RuntimeError as error:
@@ -85,13 +85,6 @@ def get_job(url: str, job: str) -> RayJob | None:
                 return None
             raise
     return RayJob(status=details.status.value, message=details.message or "")
-
-
-def stop_job(url: str, job: str) -> None:
-    """Ask a job to end: its driver receives SIGTERM and has the time that was set at submission."""
-    _check_reachable(url)
-    with _raise_launch_errors(url):
-        _make_client(url).stop_job(job)
 
 
 def _make_client(address: str | None) -> Any:
@@ -185,10 +178,6 @@ class _DriverRecord:
     ended: str | None = None
 
 
-def write_job(experiment_dir: Path, content: Mapping[str, Any]) -> None:
-    write_json(experiment_dir / FOLDER / JOB, content)
-
-
 def read_job(experiment_dir: Path) -> dict[str, Any]:
     """Return the job's record, or {} if nothing was submitted. Raises StoreError if it is unreadable."""
     path = experiment_dir / FOLDER / JOB
@@ -217,17 +206,14 @@ KILL_AFTER_S = 20
 class RayCluster(ClusterJobs):
     """The one Ray job of an experiment."""
 
-    query_interval_s, folder, cleared_fields = 2.0, FOLDER, {"job": ""}
-    read, write = staticmethod(read_job), staticmethod(write_job)
+    query_interval_s, cleared_fields = 2.0, {"job": ""}
+    folder, record_name, read = FOLDER, JOB, staticmethod(read_job)
+    job_fields = ("job",)
 
     def __init__(self, experiment_dir: Path, settings: Any = None, num_jobs: int | None = None) -> None:
         super().__init__(experiment_dir, settings, num_jobs)
         self._url: str | None = None
         self._driver: Mapping[str, Any] = {}
-
-    @property
-    def is_submitted(self) -> bool:
-        return bool(self._record.get("job"))
 
     def find_problems(self, plan: ExperimentPlan) -> list[str]:
         """Return why no machine could run the plan. Raises LaunchError if no Ray answers."""
@@ -254,12 +240,13 @@ class RayCluster(ClusterJobs):
     def submit(self, plan: ExperimentPlan, git: Mapping[str, Any] | None, *, compare: bool) -> list[str]:
         previous = read_job(self._experiment_dir)
         content = self._new_record(previous, git, compare=compare)
-        write_job(self._experiment_dir, content)  # the job's driver reads it
+        self.write(content)  # the job's driver reads it
         try:
-            environment = _environment(content)["runtime_env"]
-            submit_job(content["url"], content["job"], self._entrypoint(content), environment)
+            job = {"entrypoint": self._entrypoint(content), **_environment(content)}
+            with ray_client(content["url"]) as client:
+                client.submit_job(submission_id=content["job"], **job)
         except BaseException:
-            write_job(self._experiment_dir, previous)
+            self.write(previous)
             raise
         return [content["job"]]
 
@@ -327,7 +314,9 @@ class RayCluster(ClusterJobs):
         return replace(state, status="failed", reason=in_words(f"job {job} ended: {message}"))
 
     def stop_jobs(self) -> None:
-        stop_job(self._record["url"], self._record["job"])
+        with ray_client(self._record["url"]) as client:
+            # Its driver receives SIGTERM and has the time that was set at submission
+            client.stop_job(self._record["job"])
 
     def query_jobs(self) -> RayJob | None:
         submitted = read_job(self._experiment_dir)

@@ -25,16 +25,7 @@ from abrun.launch.engine import Devices
 from abrun.launch.local import LocalEngine, LocalRun, Slots
 from abrun.launch.node import GPU_POSITIONS
 from abrun.launch.queue import LaunchJob, LaunchQueue
-from abrun.launch.slurm.launcher import (
-    FOLDER,
-    RELEASE_AFTER_S,
-    WARM_START_TASK,
-    combine_requests,
-    gpus_per_node,
-    read_record,
-    release_job,
-    run_slurm,
-)
+from abrun.launch.slurm import launcher
 from abrun.launch.supervisor import Supervisor, print_line
 from abrun.processes import MODULE_OPTIONS
 from abrun.processes.output import ignore_output_errors
@@ -63,7 +54,7 @@ class StepEngine(LocalEngine):
         """Take the number of unfinished runs, and the configurations for which the job was submitted."""
         super().__init__()
         self._settings, self._num_runs = settings, num_runs
-        request = combine_requests(configs, settings)
+        request = launcher.combine_requests(configs, settings)
         self._shared = request if request and request.runs_per_gpu > 1 else None
         if self._shared:
             positions = tuple(map(str, range(self._shared.gpus)))
@@ -86,7 +77,7 @@ class StepEngine(LocalEngine):
 
     def command(self, run: RunDir, config: RunConfig, devices: Devices) -> list[str]:
         settings = self._settings
-        cpus, gpus = config.devices_per_node * settings.cpus_per_rank, gpus_per_node(config)
+        cpus, gpus = config.devices_per_node * settings.cpus_per_rank, launcher.gpus_per_node(config)
         if self._shared:
             cpus, gpus = self._shared.cpus * self._shared.runs, self._shared.gpus
         options = ["--overlap" if self._shared else "--exact"]
@@ -114,7 +105,7 @@ class StepEngine(LocalEngine):
         variables = network_variables(self._settings.interface)
         variables |= self._sharing_variables(config, self._settings.cpus_per_rank)
         if config.cluster.nodes > 1:
-            hosts = run_slurm("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"])
+            hosts = launcher.run_slurm("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"])
             variables[NODE_LIST] = ",".join(hosts.split())
         return {**os.environ, **variables, **({GPU_POSITIONS: ",".join(devices)} if devices else {})}
 
@@ -126,12 +117,11 @@ class Step(LocalRun):
         job, step_ids = os.environ["SLURM_JOB_ID"], []
         if not kill:  # signals the step, since srun itself would kill it at once
             with contextlib.suppress(LaunchError):
-                steps = run_slurm("squeue", "-h", "-s", f"--jobs={job}", "-o", "%i|%j").splitlines()
-                step_ids = [
-                    step.partition("|")[0] for step in steps if step.endswith(f"|{_step_name(self.run)}")
-                ]
+                steps = launcher.run_slurm("squeue", "-h", "-s", f"--jobs={job}", "-o", "%i|%j").splitlines()
+                names = (step.partition("|") for step in steps)
+                step_ids = [step for step, _, name in names if name == _step_name(self.run)]
                 for step in step_ids:
-                    run_slurm("scancel", "--signal=TERM", f"{job}.{step.rpartition('.')[2]}")
+                    launcher.run_slurm("scancel", "--signal=TERM", f"{job}.{step.rpartition('.')[2]}")
         if not step_ids:  # the step still waits for its nodes
             super().stop(kill=kill)
 
@@ -151,8 +141,8 @@ def main() -> int:
     # Slurm sends SIGUSR1 shortly before the time limit.
     signal.signal(signal.SIGUSR1, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     try:
-        record = read_record(experiment_dir)
-        settings = validated(Slurm, record.get("settings", {}), str(experiment_dir / FOLDER))
+        record = launcher.read_record(experiment_dir)
+        settings = validated(Slurm, record.get("settings", {}), str(experiment_dir / launcher.FOLDER))
         queue = _make_queue(experiment_dir, names)
         restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         if restarts > settings.requeues:
@@ -161,16 +151,15 @@ def main() -> int:
             )
         index, job = os.environ.get("SLURM_ARRAY_TASK_ID"), os.environ["SLURM_JOB_ID"]
         task = f"{os.environ['SLURM_ARRAY_JOB_ID']}-{index}" if index else job
-        lease = Lease(experiment_dir / FOLDER / "leases" / task)
+        lease = Lease(experiment_dir / launcher.FOLDER / "leases" / task)
         # Slurm starts a job only once, so an earlier owner is cut off and will stop.
         lease.acquire(take_over=True)
         try:
             warm_starts_only = all(job.is_warm_start for job in queue.jobs)
             configs = [job.config for job in queue.jobs if job.is_warm_start == warm_starts_only]
-            unfinished = [job for job in queue.jobs if not job.is_done]
-            engine = StepEngine(settings, len(unfinished), configs)
-            arguments = queue, engine, lease, save_grace_s(settings), record.get("git")
-            Supervisor(*arguments, say=print_line).run()
+            engine = StepEngine(settings, sum(not job.is_done for job in queue.jobs), configs)
+            grace_s, git = save_grace_s(settings), record.get("git")
+            Supervisor(queue, engine, lease, grace_s, git, say=print_line).run()
         finally:
             lease.close()
     except AbrunError as error:
@@ -192,7 +181,7 @@ def main() -> int:
 def _make_queue(experiment_dir: Path, names: list[str]) -> LaunchQueue:
     """Return the queue of these runs. Warm starts ran in an earlier Slurm job, which has ended."""
     plan = make_plan(parse_stored_recipe(open_experiment(experiment_dir)["recipe"]))
-    keys = [name.rpartition("/")[2] for name in names if name.startswith(f"{WARM_START_TASK}/")]
+    keys = [name.rpartition("/")[2] for name in names if name.startswith(f"{launcher.WARM_START_TASK}/")]
     runs = [run for run in plan.runs if str(run.name) in names or run.warm_start in keys]
     queue = LaunchQueue(replace(plan, runs=tuple(runs)), experiment_dir)
     if keys:
@@ -243,19 +232,21 @@ def _all_nodes_answer() -> bool:
 
 def _should_requeue(experiment_dir: Path) -> bool:
     """Return True if nobody has cancelled this job or requeued it."""
-    if read_record(experiment_dir).get("cancelled"):
+    if launcher.read_record(experiment_dir).get("cancelled"):
         return False
-    return "JobState=RUNNING" in run_slurm("scontrol", "show", "job", "-o", os.environ["SLURM_JOB_ID"])
+    return "JobState=RUNNING" in launcher.run_slurm(
+        "scontrol", "show", "job", "-o", os.environ["SLURM_JOB_ID"]
+    )
 
 
 def _requeue() -> None:
     """Requeue this job, which ends this process, without Slurm's two-minute delay."""
     job = os.environ["SLURM_JOB_ID"]
-    run_slurm("scontrol", "requeue", job)
+    launcher.run_slurm("scontrol", "requeue", job)
     deadline = time.monotonic() + RELEASE_TIMEOUT_S
     while time.monotonic() < deadline:
         with contextlib.suppress(LaunchError):
-            release_job(job, int(RELEASE_AFTER_S))
+            launcher.release_job(job, int(launcher.RELEASE_AFTER_S))
         time.sleep(0.5)
 
 

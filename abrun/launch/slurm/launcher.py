@@ -31,7 +31,7 @@ from abrun.messages.numbers import listed
 from abrun.processes import MODULE_OPTIONS
 from abrun.recipe.launcher import Slurm, parse_time_limit
 from abrun.recipe.run import RunConfig
-from abrun.runs.files import read_json_or_empty, write_file, write_json
+from abrun.runs.files import read_json_or_empty, write_file
 from abrun.runs.layout import REPORT
 from abrun.runs.records import Git
 from abrun.runs.rundir import RunDir
@@ -83,10 +83,6 @@ class SlurmTask:
         return ""
 
 
-def submit_script(script: str, *options: str) -> str:
-    return run_slurm("sbatch", "--parsable", *options, script).strip().partition(";")[0]
-
-
 def find_refusal(options: Sequence[str]) -> str | None:
     """Return Slurm's message if no job with these options could ever run, or None."""
     process = _run("sbatch", "--test-only", *options, "--wrap=true")
@@ -110,16 +106,6 @@ def release_job(job: str, in_s: int = 0) -> None:
     run_slurm("scontrol", "update", f"JobId={job}", f"StartTime=now{f'+{in_s}' if in_s else ''}")
 
 
-def cancel_jobs(jobs: Sequence[str]) -> None:
-    """Remove queued jobs, and ask running ones to save a checkpoint and end."""
-    _scancel("--state=PENDING", *jobs)
-    _scancel("--batch", "--signal=TERM", "--state=RUNNING", *jobs)
-
-
-def kill_jobs(jobs: Sequence[str]) -> None:
-    _scancel(*jobs)
-
-
 class SlurmError(LaunchError):
     """Error of one of Slurm's commands. `answer`: what it printed."""
 
@@ -128,7 +114,8 @@ class SlurmError(LaunchError):
         self.answer = answer
 
 
-def _scancel(*argv: str) -> None:
+def cancel_jobs(*argv: str) -> None:
+    """Call scancel with options and job ids. Raises SlurmError if it prints one."""
     process = _run("scancel", "--quiet", *argv)
     if process.stderr:  # it fails silently for jobs that have ended or are in another state
         raise SlurmError("scancel", _error_text(process.stderr))
@@ -145,13 +132,11 @@ def _run(*argv: str) -> subprocess.CompletedProcess[str]:
     try:
         process = subprocess.run(argv, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     except FileNotFoundError:
-        raise LaunchError(
-            f"slurm: no command {argv[0]!r} on PATH; launch on a login node, or use --launcher local"
-        ) from None
+        elsewhere = "launch on a login node, or use --launcher local"
+        raise LaunchError(f"slurm: no command {argv[0]!r} on PATH; {elsewhere}") from None
     except subprocess.TimeoutExpired:
-        raise LaunchError(
-            f"slurm: {argv[0]}: no answer for {TIMEOUT_S:.0f} s; is the controller up?"
-        ) from None
+        silence = f"no answer for {TIMEOUT_S:.0f} s"
+        raise LaunchError(f"slurm: {argv[0]}: {silence}; is the controller up?") from None
     except OSError as error:
         raise SlurmError(argv[0], str(error)) from None
     if process.returncode and re.search(NOT_CONFIGURED, process.stderr):
@@ -357,10 +342,6 @@ class _JobsRecord:
     cancelled: Flag = False
 
 
-def write_record(experiment_dir: Path, content: Mapping[str, Any]) -> None:
-    write_json(experiment_dir / FOLDER / RECORD, content)
-
-
 def read_record(experiment_dir: Path) -> dict[str, Any]:
     """Return the record of submitted jobs, or {} if nothing was submitted. Raises StoreError if unreadable.
 
@@ -380,8 +361,9 @@ RELEASE_AFTER_S = 10.0
 class SlurmCluster(ClusterJobs):
     """The Slurm jobs of an experiment."""
 
-    query_interval_s, folder, cleared_fields = 5.0, FOLDER, {"jobs": {}, "compare": None}
-    read, write = staticmethod(read_record), staticmethod(write_record)
+    query_interval_s, cleared_fields = 5.0, {"jobs": {}, "compare": None}
+    folder, record_name, read = FOLDER, RECORD, staticmethod(read_record)
+    job_fields = ("jobs", "submitting")
 
     def __init__(self, experiment_dir: Path, settings: Any = None, num_jobs: int | None = None) -> None:
         super().__init__(experiment_dir, settings, num_jobs)
@@ -394,21 +376,16 @@ class SlurmCluster(ClusterJobs):
         super().load()
         self._jobs, self._compare = dict(self._record.get("jobs", {})), self._record.get("compare")
 
-    @property
-    def is_submitted(self) -> bool:
-        return bool(self._record.get("jobs") or self._record.get("submitting"))
-
     # --- submission ---
 
     def find_problems(self, plan: ExperimentPlan) -> list[str]:
         """Return why no machine could run the plan or Slurm never would; notes if pairs fit an allocation."""
         reasons = [*anywhere_refusals(plan), *separate_job_refusals(plan)]
         time, save_s = self._settings.time, self._settings.save_s
-        if time and save_s >= parse_time_limit(time):  # every start would be asked to stop at once
-            reasons.append(
-                f"launcher.save_s: got {save_s}, but launcher.time {time!r} is only "
-                f"{parse_time_limit(time):.0f} s; lower launcher.save_s, or ask for more time"
-            )
+        limit_s = parse_time_limit(time) if time else math.inf
+        if save_s >= limit_s:  # every start would be asked to stop at once
+            got = f"launcher.save_s: got {save_s}, but launcher.time {time!r} is only {limit_s:.0f} s"
+            reasons.append(f"{got}; lower launcher.save_s, or ask for more time")
         return reasons or self._find_slurm_problems(plan)
 
     def render_scripts(self, plan: ExperimentPlan, *, compare: bool) -> dict[str, str]:
@@ -416,15 +393,12 @@ class SlurmCluster(ClusterJobs):
 
         Call `find_problems` first.
         """
+        folder, settings = self._experiment_dir, self._settings
         texts = {
-            script.name: render_script(
-                script, self._experiment_dir, self._settings, max_parallel=self._num_jobs
-            )
+            script.name: render_script(script, folder, settings, max_parallel=self._num_jobs)
             for script in self._scripts(plan)
         }
-        if compare:
-            texts["compare"] = render_compare(self._experiment_dir, self._settings)
-        return texts
+        return texts | ({"compare": render_compare(folder, settings)} if compare else {})
 
     def submit(self, plan: ExperimentPlan, git: Mapping[str, Any] | None, *, compare: bool) -> list[str]:
         """Submit every unfinished run, after its warm start, and the comparison; return the job ids.
@@ -439,12 +413,13 @@ class SlurmCluster(ClusterJobs):
         record["user"] = getpass.getuser()
         # Written before the first job: if this process is killed, unrecorded jobs are found by their scripts.
         record["submitting"] = {script.name: [list(task) for task in script.tasks] for script in scripts}
-        write_record(experiment_dir, record)
+        self.write(record)
         submitted: list[str] = []
 
         def add(name: str, after_jobs: list[str]) -> str:
             options = [f"--dependency=afterany:{':'.join(after_jobs)}"] if after_jobs else []
-            submitted.append(submit_script(script_path(experiment_dir, name), *options))
+            printed = run_slurm("sbatch", "--parsable", *options, script_path(experiment_dir, name))
+            submitted.append(printed.strip().partition(";")[0])
             return submitted[-1]
 
         try:
@@ -453,25 +428,24 @@ class SlurmCluster(ClusterJobs):
                 job = add(script.name, [] if script.warm_start else warm_starts)
                 warm_starts += [job] if script.warm_start else []
                 record["jobs"][job] = [list(task) for task in script.tasks]
-                write_record(experiment_dir, record)
+                self.write(record)
             if compare:
                 record["compare"] = add("compare", list(submitted))
             del record["submitting"]
-            write_record(experiment_dir, record)
+            self.write(record)
         except BaseException as error:
             with contextlib.suppress(LaunchError):  # include a job that was just being submitted
                 self.load()
                 submitted += self.active_job_ids
             try:
-                if submitted:
-                    kill_jobs(list(dict.fromkeys(submitted)))
+                if jobs := list(dict.fromkeys(submitted)):
+                    cancel_jobs(*jobs)
             except LaunchError as refused:  # the record still lists them
                 raise LeftInQueueError(
-                    f"{str(error) or type(error).__name__}; the jobs submitted before "
-                    f"({listed([*dict.fromkeys(submitted)])}) are still in the queue ({refused}); cancel "
-                    f"them: abrun stop {experiment_dir}"
+                    f"{str(error) or type(error).__name__}; the jobs submitted before ({listed(jobs)}) are "
+                    f"still in the queue ({refused}); cancel them: abrun stop {experiment_dir}"
                 ) from error
-            write_record(experiment_dir, {**record, "submitting": {}, "jobs": {}, "compare": None})
+            self.write({**record, "submitting": {}, **self.cleared_fields})
             raise
         return submitted
 
@@ -593,7 +567,8 @@ class SlurmCluster(ClusterJobs):
 
     def stop_jobs(self) -> None:
         self._query_cached()
-        cancel_jobs(self.job_ids)
+        cancel_jobs("--state=PENDING", *self.job_ids)
+        cancel_jobs("--batch", "--signal=TERM", "--state=RUNNING", *self.job_ids)
 
     def query_jobs(self) -> dict[tuple[str, int | None], SlurmTask]:
         all_tasks = list_tasks(self._record.get("user", ""))

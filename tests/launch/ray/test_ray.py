@@ -1,5 +1,6 @@
 """Ray without one: what is submitted, refused, cancelled, submitted again, with a fake of its client."""
 
+import contextlib
 import functools
 import importlib.util
 import json
@@ -14,20 +15,17 @@ import pytest
 import requests
 
 from abrun.errors import LaunchError
-from abrun.experiment.plan import ExperimentPlan, make_plan
 from abrun.launch.cluster import cancel_experiment, find_cluster_jobs
 from abrun.launch.ray import driver
 from abrun.launch.ray import launcher as ray_launcher
 from abrun.launch.ray.launcher import RayJob
 from abrun.messages.codes import in_words
 from abrun.messages.records import encode_reasons
-from abrun.recipe.experiment import load_recipe
 from abrun.runs.launches import begin_launch
 from abrun.runs.rundir import RunDir
 from abrun.runs.writer import begin_attempt
 from tests.launch import fakes
-from tests.launch.fakes import FAKE, run_to_end, seen
-from tests.launch.test_local import SMALL
+from tests.launch.fakes import FAKE, SMALL, plan_of, run_to_end, seen
 from tests.snapshot import Snapshot
 
 URL = "http://head:8265"
@@ -46,19 +44,21 @@ class FakeRay:
         self._answer()
         return URL
 
-    def submit_job(self, url: str, job: str, entrypoint: str, runtime_env: Any) -> None:
+    def ray_client(self, url: str) -> Any:
         self._answer()
-        if job in self.jobs or self.refuses:
-            raise LaunchError(f"ray: {url}: a job {job} is there already")
-        self.submitted.append((job, entrypoint, runtime_env))
-        self.jobs[job] = RayJob(status="RUNNING", message="Job is currently running.")
+        return contextlib.nullcontext(self)
+
+    def submit_job(self, *, submission_id: str, entrypoint: str, runtime_env: Any) -> None:
+        if submission_id in self.jobs or self.refuses:
+            raise LaunchError(f"ray: {URL}: a job {submission_id} is there already")
+        self.submitted.append((submission_id, entrypoint, runtime_env))
+        self.jobs[submission_id] = RayJob(status="RUNNING", message="Job is currently running.")
 
     def get_job(self, url: str, job: str) -> RayJob | None:
         self._answer()
         return self.jobs.get(job)
 
-    def stop_job(self, url: str, job: str) -> None:
-        self._answer()
+    def stop_job(self, job: str) -> None:
         self.jobs[job] = RayJob(status="STOPPED", message="Job was intentionally stopped.")
 
     def _answer(self) -> None:
@@ -69,7 +69,7 @@ class FakeRay:
 @pytest.fixture
 def ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     fake = FakeRay()
-    for name in ("find_dashboard_url", "submit_job", "get_job", "stop_job"):
+    for name in ("find_dashboard_url", "ray_client", "get_job"):
         monkeypatch.setattr(ray_launcher, name, getattr(fake, name))
     monkeypatch.setattr(ray_launcher.RayCluster, "query_interval_s", -1)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
@@ -77,10 +77,6 @@ def ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeRay:
 
 
 submit = functools.partial(fakes.submit, launcher="ray")
-
-
-def planned(*settings: str) -> ExperimentPlan:
-    return make_plan(load_recipe(SMALL, settings))
 
 
 def jobs_of(experiment_dir: Path) -> Any:
@@ -101,7 +97,7 @@ def end(ray: FakeRay, experiment_dir: Path, status: str, message: str = "") -> N
 
 
 def test_what_was_cancelled_has_not_failed_once_ray_has_forgotten_it(ray: FakeRay, tmp_path: Path) -> None:
-    experiment_dir = submit(planned(), tmp_path)
+    experiment_dir = submit(plan_of(), tmp_path)
     jobs_of(experiment_dir).cancel()
     ray.jobs.clear()
     assert seen(experiment_dir).status == "interrupted"
@@ -109,7 +105,7 @@ def test_what_was_cancelled_has_not_failed_once_ray_has_forgotten_it(ray: FakeRa
 
 def test_an_experiment_is_one_job(ray: FakeRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "here")
-    experiment_dir = submit(planned("launcher={type: ray, save_s: 60, env: {HF_HOME: /models}}"), tmp_path)
+    experiment_dir = submit(plan_of("launcher={type: ray, save_s: 60, env: {HF_HOME: /models}}"), tmp_path)
     ((job, entrypoint, runtime_env),) = ray.submitted
     assert (
         job.startswith("small-") and job.endswith("-a1") and jobs_of(experiment_dir).active_job_ids == [job]
@@ -128,7 +124,7 @@ def test_an_experiment_is_one_job(ray: FakeRay, tmp_path: Path, monkeypatch: pyt
 def test_a_refused_job_leaves_nothing(ray: FakeRay, tmp_path: Path) -> None:
     ray.refuses = True
     with pytest.raises(LaunchError) as refusal:
-        submit(planned(), tmp_path / "runs")
+        submit(plan_of(), tmp_path / "runs")
     assert "is there already" in str(refusal.value)
     assert not (tmp_path / "runs" / "small").exists()
 
@@ -137,7 +133,7 @@ def test_a_command_on_several_nodes_is_refused_with_a_way_out(ray: FakeRay, tmp_
     metrics = "{format: csv, path: '{run_dir}/m.csv'}"
     command = f"arms.treatment={{trainer: {{type: command, argv: [x], metrics: {metrics}}}}}"
     with pytest.raises(LaunchError) as refusal:
-        submit(planned(command, "cluster.nodes=2", "compare.claims=[]"), tmp_path)
+        submit(plan_of(command, "cluster.nodes=2", "compare.claims=[]"), tmp_path)
     assert "but only Slurm's srun reaches the other nodes; use launcher: slurm" in str(refusal.value)
 
 
@@ -146,7 +142,7 @@ def test_without_the_package_it_says_what_to_install(
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with snapshot.refused(LaunchError):
-        submit(planned(), tmp_path / "runs")
+        submit(plan_of(), tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
 
 
@@ -157,7 +153,7 @@ def test_an_address_where_nothing_listens_is_one_line(
     with socket.create_server(("127.0.0.1", 0)) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     with pytest.raises(LaunchError) as refused:
-        submit(planned(f"launcher={{type: ray, address: '{url}'}}"), tmp_path / "runs")
+        submit(plan_of(f"launcher={{type: ray, address: '{url}'}}"), tmp_path / "runs")
     assert str(refused.value) == (
         f"ray: no Ray answers at {url}: [Errno 111] Connection refused; start one with: ray start --head; or "
         "give launcher.address, or RAY_ADDRESS"
@@ -165,7 +161,7 @@ def test_an_address_where_nothing_listens_is_one_line(
     assert not (tmp_path / "runs").exists()
     monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
     with snapshot.refused(LaunchError):
-        submit(planned(), tmp_path / "runs")
+        submit(plan_of(), tmp_path / "runs")
 
 
 def test_a_head_that_listens_and_hangs_is_waited_for_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +190,7 @@ def test_a_head_that_listens_and_hangs_is_waited_for_so_long(monkeypatch: pytest
 
 
 def test_what_the_driver_says_waits_is_waiting(ray: FakeRay, tmp_path: Path) -> None:
-    experiment_dir = submit(planned(), tmp_path)
+    experiment_dir = submit(plan_of(), tmp_path)
     job = job_of(experiment_dir)
     assert (seen(experiment_dir).status, seen(experiment_dir).message) == (
         "waiting",
@@ -230,7 +226,7 @@ NOT_ON_HEAD = in_words("/x: not on head")
 def test_a_run_without_a_word_is_as_its_job(
     status: str | None, message: str, as_status: str, words: str, ray: FakeRay, tmp_path: Path
 ) -> None:
-    experiment_dir = submit(planned(), tmp_path)
+    experiment_dir = submit(plan_of(), tmp_path)
     ray.jobs.clear()
     if status:
         end(ray, experiment_dir, status, message)
@@ -238,19 +234,19 @@ def test_a_run_without_a_word_is_as_its_job(
 
 
 def test_where_ray_does_not_answer_the_run_directory_does_and_says_so(ray: FakeRay, tmp_path: Path) -> None:
-    experiment_dir = submit(planned(), tmp_path)
+    experiment_dir = submit(plan_of(), tmp_path)
     ray.silent = LaunchError("ray: nobody answers")
     assert (seen(experiment_dir).status, seen(experiment_dir).message) == ("pending", str(ray.silent))
 
 
 def test_cancel_stops_the_job_and_resume_submits_another(ray: FakeRay, tmp_path: Path) -> None:
-    experiment_dir = submit(planned(), tmp_path)
+    experiment_dir = submit(plan_of(), tmp_path)
     job = job_of(experiment_dir)
     with pytest.raises(LaunchError, match=rf"--resume: its jobs are still in the queue \({job}\)"):
-        submit(planned(), tmp_path, resume=True)
+        submit(plan_of(), tmp_path, resume=True)
     assert cancel_experiment(experiment_dir).startswith(f"cancelled: 1 job ({job})")
     assert cancel_experiment(experiment_dir).startswith("small: no run is active")
-    submit(planned(), tmp_path, resume=True)
+    submit(plan_of(), tmp_path, resume=True)
     assert job_of(experiment_dir) == job.replace("-a1", "-a2")
     assert "cancelled" not in ray_launcher.read_job(experiment_dir)
 
@@ -258,10 +254,10 @@ def test_cancel_stops_the_job_and_resume_submits_another(ray: FakeRay, tmp_path:
 def test_another_launcher_that_goes_on_speaks_for_the_runs(
     ray: FakeRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    experiment_dir = submit(planned(), tmp_path)
+    experiment_dir = submit(plan_of(), tmp_path)
     end(ray, experiment_dir, "FAILED")
     monkeypatch.setitem(cli_launchers(), *FAKE)
-    assert run_to_end(planned(), tmp_path, launcher="fake", resume=True).exit_code == 0
+    assert run_to_end(plan_of(), tmp_path, launcher="fake", resume=True).exit_code == 0
     assert find_cluster_jobs(experiment_dir) is None
 
 
@@ -272,7 +268,7 @@ def cli_launchers() -> dict[str, str]:
 
 
 def test_the_last_word_of_a_driver_is_the_end_of_its_runs(ray: FakeRay, tmp_path: Path) -> None:
-    experiment_dir = submit(planned(), tmp_path)
+    experiment_dir = submit(plan_of(), tmp_path)
     end(ray, experiment_dir, "FAILED")
     ray_launcher.write_driver(experiment_dir, job_of(experiment_dir), {}, "launcher.save_s: wrong")
     assert seen(experiment_dir).message == f"job {job_of(experiment_dir)} ended: launcher.save_s: wrong"
@@ -291,7 +287,7 @@ def test_a_driver_that_does_not_see_the_experiment_says_so(
 
 
 def test_a_driver_whose_place_another_has_taken_keeps_its_words(ray: FakeRay, tmp_path: Path) -> None:
-    experiment_dir = submit(planned(), tmp_path)
+    experiment_dir = submit(plan_of(), tmp_path)
     driver._write_status(experiment_dir, "small-a0", {"baseline/seed-0": "stale"})
     assert not (experiment_dir / "_ray" / "driver.json").exists()
     driver._write_status(experiment_dir, job_of(experiment_dir), {"baseline/seed-0": "for a node"})

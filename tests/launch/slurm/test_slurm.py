@@ -31,8 +31,7 @@ from abrun.runs.lock import launcher_lock
 from abrun.runs.rundir import RunDir
 from abrun.runs.writer import begin_attempt
 from tests.launch import fakes
-from tests.launch.fakes import FAKE, seen
-from tests.launch.test_local import SMALL
+from tests.launch.fakes import FAKE, SMALL, plan_of, seen
 from tests.snapshot import Snapshot
 
 ROOT = Path(__file__).parents[3]
@@ -61,10 +60,6 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 submit = functools.partial(fakes.submit, launcher="slurm")
 
 
-def planned(*settings: str) -> ExperimentPlan:
-    return make_plan(load_recipe(SMALL, settings))
-
-
 def queue(slurm: Path) -> list[str]:
     return (slurm / "queue").read_text().splitlines() if (slurm / "queue").exists() else []
 
@@ -81,7 +76,7 @@ def test_the_scripts_are_these(
     name: str, slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    plan = planned(WHOLE, "cluster.nodes=2", "warm_start={steps: 2}", "controls.aa_reruns=1")
+    plan = plan_of(WHOLE, "cluster.nodes=2", "warm_start={steps: 2}", "controls.aa_reruns=1")
     cluster = make_cluster(resolve_launcher_settings(plan.recipe.launcher, None), Path("/runs/small"), None)
     assert cluster is not None and cluster.find_problems(plan) == []
     texts = cluster.render_scripts(plan, compare=True)
@@ -99,7 +94,7 @@ def test_shellcheck_finds_nothing_in_them(name: str) -> None:
 
 
 def test_arms_that_fill_a_node_have_jobs_of_their_own(slurm: Path, tmp_path: Path) -> None:
-    submit(planned("cluster.cpu_ranks=8"), tmp_path, compare=False)
+    submit(plan_of("cluster.cpu_ranks=8"), tmp_path, compare=False)
     scripts = sorted(path.name for path in (tmp_path / "small" / "_slurm").glob("*.sh"))
     assert scripts == ["runs.sh"]
     record = json.loads((tmp_path / "small" / "_slurm" / "jobs.json").read_text())
@@ -123,7 +118,7 @@ def test_runs_that_share_a_gpu_are_one_task(
     num_jobs: int | None, arms: int, tasks: list[int], gpus: list[int], slurm: Path, tmp_path: Path
 ) -> None:
     more = [f"arms.more-{arm}={{steps: {4 + arm}}}" for arm in range(arms - 2)]
-    plan = planned("launcher={type: slurm}", *SHARED, *more)
+    plan = plan_of("launcher={type: slurm}", *SHARED, *more)
     settings: Any = resolve_launcher_settings(plan.recipe.launcher, None)
     scripts = launcher.group_into_scripts(plan.runs, settings, {}, num_jobs)
     found = sorted(
@@ -145,7 +140,7 @@ def test_steps_that_share_a_gpu_overlap(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("SLURM_MEM_PER_NODE", "64000")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     more = [f"arms.more-{arm}={{steps: {4 + arm}}}" for arm in range(3)]
-    plan = planned("launcher={type: slurm, cpus_per_rank: 3}", *SHARED, *more)
+    plan = plan_of("launcher={type: slurm, cpus_per_rank: 3}", *SHARED, *more)
     settings: Any = resolve_launcher_settings(plan.recipe.launcher, None)
     configs = [run.config for run in plan.runs[:5]]
     engine = allocation.StepEngine(settings, 5, configs)
@@ -161,7 +156,7 @@ def test_steps_that_share_a_gpu_overlap(tmp_path: Path, monkeypatch: pytest.Monk
         assert not any(word.startswith(("--mem", "--exact")) for word in command)
         assert (env[node.GPU_POSITIONS], env["OMP_NUM_THREADS"]) == (devices[0], "3")
     assert places == [("0",), ("1",), ("0",), ("1",), ("0",)]
-    alone = planned("launcher={type: slurm}", "cluster.gpus_per_node=1")
+    alone = plan_of("launcher={type: slurm}", "cluster.gpus_per_node=1")
     engine = allocation.StepEngine(settings, 2, [run.config for run in alone.runs[:2]])
     assert engine.find_devices(run, alone.runs[0].config) == ()
     command = engine.command(run, alone.runs[0].config, ())
@@ -171,7 +166,7 @@ def test_steps_that_share_a_gpu_overlap(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_node_gives_a_run_the_gpus_of_its_place(
     slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    submit(planned(*SHARED), tmp_path)
+    submit(plan_of(*SHARED), tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b")
     monkeypatch.setenv(node.GPU_POSITIONS, "1")
     run, meeting = (
@@ -218,7 +213,7 @@ def test_a_command_starts_on_the_nodes_that_it_asks_for_and_is_told_all(
     for name, value in {**variables, "PROCID": "0"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     monkeypatch.setenv("SLURMD_NODENAME", "n1")
-    monkeypatch.setattr(allocation, "run_slurm", lambda *argv: "n1\nn2\n")
+    monkeypatch.setattr(allocation.launcher, "run_slurm", lambda *argv: "n1\nn2\n")
     settings: Any = resolve_launcher_settings(None, "slurm")
     config = plan.runs[0].config
     engine = allocation.StepEngine(settings, 1, [config])
@@ -246,17 +241,17 @@ def test_a_command_starts_on_the_nodes_that_it_asks_for_and_is_told_all(
 def test_arms_of_other_sizes_are_side_by_side_where_the_nodes_are_as_many(
     slurm: Path, tmp_path: Path
 ) -> None:
-    wider = planned("arms.treatment={cluster.cpu_ranks: 4}")
+    wider = plan_of("arms.treatment={cluster.cpu_ranks: 4}")
     text = submit(wider, tmp_path).joinpath("_slurm", "pairs.sh").read_text()
     assert "--ntasks-per-node=2\n#SBATCH --cpus-per-task=4\n" in text
-    more_nodes = planned("name=other", "arms.treatment={cluster.nodes: 2}")
+    more_nodes = plan_of("name=other", "arms.treatment={cluster.nodes: 2}")
     folder = submit(more_nodes, tmp_path) / "_slurm"
     assert "--nodes=1\n" in (folder / "runs.sh").read_text()
     assert "--nodes=2\n" in (folder / "runs-2.sh").read_text()
 
 
 def test_jobs_wait_for_the_warm_start_and_the_comparison_for_all(slurm: Path, tmp_path: Path) -> None:
-    submit(planned("warm_start={steps: 2}", "controls.aa_reruns=1"), tmp_path)
+    submit(plan_of("warm_start={steps: 2}", "controls.aa_reruns=1"), tmp_path)
     calls = (slurm / "calls").read_text().splitlines()
     submitted = [call.split(" --parsable ")[1] for call in calls if "--parsable" in call]
     folder = tmp_path / "small" / "_slurm"
@@ -281,7 +276,7 @@ def test_what_slurm_refuses_is_one_line_of_its_own_and_leaves_nothing(
     setting: str, slurm: Path, tmp_path: Path, snapshot: Snapshot
 ) -> None:
     with snapshot.refused(LaunchError):
-        submit(planned(f"launcher={{type: slurm, {setting}}}"), tmp_path / "runs")
+        submit(plan_of(f"launcher={{type: slurm, {setting}}}"), tmp_path / "runs")
     assert queue(slurm) == [] and not (tmp_path / "runs").exists()
 
 
@@ -291,12 +286,12 @@ def test_a_refusal_half_way_takes_back_what_was_submitted(
 ) -> None:
     (slurm / "refused").write_text(script)
     with pytest.raises(LaunchError) as refusal:
-        submit(planned("warm_start={steps: 2}"), tmp_path / "runs")
+        submit(plan_of("warm_start={steps: 2}"), tmp_path / "runs")
     snapshot(refusal.value)
     assert len(queue(slurm)) > 0 and waiting(slurm) == []
     assert not (tmp_path / "runs" / "small").exists()
     (slurm / "refused").unlink()
-    submit(planned("warm_start={steps: 2}"), tmp_path / "runs")
+    submit(plan_of("warm_start={steps: 2}"), tmp_path / "runs")
     assert len(waiting(slurm)) == 4
 
 
@@ -312,10 +307,10 @@ def test_a_job_that_a_killed_launcher_could_not_record_is_found(
     assert number == (2 if script == "pairs.sh" else 3)
     assert seen(experiment_dir).message == "job 101_0 is queued: Priority"
     with snapshot.refused(LaunchError):
-        submit(planned(), tmp_path, resume=True)
+        submit(plan_of(), tmp_path, resume=True)
     (slurm / "deadly").unlink()
     assert cancel_experiment(experiment_dir).startswith("cancelled: ") and waiting(slurm) == []
-    submit(planned(), tmp_path, resume=True)
+    submit(plan_of(), tmp_path, resume=True)
     record = json.loads((experiment_dir / "_slurm" / "jobs.json").read_text())
     assert len(waiting(slurm)) == 3 and "submitting" not in record
 
@@ -326,7 +321,7 @@ def test_what_cannot_be_withdrawn_is_said_and_can_be_cancelled(
     (slurm / "refused").write_text("compare.sh")
     (slurm / "deaf").touch()
     with snapshot.refused(LaunchError):
-        submit(planned(), tmp_path)
+        submit(plan_of(), tmp_path)
     (slurm / "deaf").unlink()
     assert len(waiting(slurm)) == 2 and seen(tmp_path / "small").message == "job 101_0 is queued: Priority"
     assert cancel_experiment(tmp_path / "small").startswith("cancelled: 1 job (101)") and waiting(slurm) == []
@@ -336,18 +331,18 @@ def test_of_two_that_resume_at_once_one_submits(
     slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Snapshot
 ) -> None:
     """The second has found nothing in the queue, and waits for the lock until the first has handed over."""
-    experiment_dir = submit(planned(), tmp_path)
+    experiment_dir = submit(plan_of(), tmp_path)
     cancel_experiment(experiment_dir)
     lock = launcher_lock
 
     def later(directory: Path, **options: Any) -> Any:
         monkeypatch.setattr(prepare, "launcher_lock", lock)
-        submit(planned(), tmp_path, resume=True)
+        submit(plan_of(), tmp_path, resume=True)
         return lock(directory, **options)
 
     monkeypatch.setattr(prepare, "launcher_lock", later)
     with snapshot.refused(LaunchError):
-        submit(planned(), tmp_path, resume=True)
+        submit(plan_of(), tmp_path, resume=True)
     assert len(waiting(slurm)) == 3
 
 
@@ -356,7 +351,7 @@ def test_a_machine_without_slurm_says_so(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with snapshot.refused(LaunchError):
-        submit(planned(), tmp_path / "runs")
+        submit(plan_of(), tmp_path / "runs")
 
 
 @pytest.mark.parametrize("setting", ["partition: low", "container: {image: x}"])
@@ -365,12 +360,12 @@ def test_a_machine_without_slurm_conf_says_so(
 ) -> None:
     (slurm / "no-conf").touch()
     with snapshot.refused(LaunchError):
-        submit(planned(f"launcher={{type: slurm, {setting}}}"), tmp_path / "runs")
+        submit(plan_of(f"launcher={{type: slurm, {setting}}}"), tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
 
 
 def test_a_login_node_without_gpus_can_submit_what_needs_them(slurm: Path, tmp_path: Path) -> None:
-    plan = planned("cluster.gpus_per_node=8", "policy.logprobs.impl=triton", "arms.treatment={steps: 4}")
+    plan = plan_of("cluster.gpus_per_node=8", "policy.logprobs.impl=triton", "arms.treatment={steps: 4}")
     submit(plan, tmp_path)
     assert "--gres=gpu:8\n" in (tmp_path / "small" / "_slurm" / "runs.sh").read_text()
 
@@ -378,22 +373,22 @@ def test_a_login_node_without_gpus_can_submit_what_needs_them(slurm: Path, tmp_p
 def test_what_no_machine_can_do_is_refused_at_once(slurm: Path, tmp_path: Path, snapshot: Snapshot) -> None:
     with snapshot.refused(LaunchError):
         submit(
-            planned("rollout={engine: vllm, devices: 1}", "cluster={nodes: 2, gpus_per_node: 1}"), tmp_path
+            plan_of("rollout={engine: vllm, devices: 1}", "cluster={nodes: 2, gpus_per_node: 1}"), tmp_path
         )
 
 
 def test_resume_submits_what_is_left_once_the_queue_is_empty(
     slurm: Path, tmp_path: Path, snapshot: Snapshot
 ) -> None:
-    experiment_dir = submit(planned(), tmp_path)
+    experiment_dir = submit(plan_of(), tmp_path)
     with snapshot.refused(LaunchError):
-        submit(planned(), tmp_path, resume=True)
+        submit(plan_of(), tmp_path, resume=True)
     cancel_experiment(experiment_dir)
     begin_attempt(RunDir(experiment_dir / "baseline" / "seed-0")).finish(3)
     (experiment_dir / "baseline/seed-0/metrics.jsonl").write_text(
         "".join(f'{{"step": {step}, "attempt": 1}}\n' for step in (1, 2, 3))
     )
-    submit(planned(), tmp_path, resume=True)
+    submit(plan_of(), tmp_path, resume=True)
     record = json.loads((experiment_dir / "_slurm" / "jobs.json").read_text())
     names = [["treatment/seed-0"]], [["baseline/seed-1", "treatment/seed-1"]]
     assert [*record["jobs"].values()] == [*names] and "cancelled" not in record
@@ -415,7 +410,7 @@ def test_resume_submits_what_is_left_once_the_queue_is_empty(
 def test_the_state_of_a_run_that_has_not_begun_is_its_jobs(
     line: str, status: str, slurm: Path, tmp_path: Path, snapshot: Snapshot
 ) -> None:
-    experiment_dir = submit(planned(), tmp_path)
+    experiment_dir = submit(plan_of(), tmp_path)
     (slurm / "queue").write_text(line + "\n")
     state = seen(experiment_dir)
     assert state.status == status
@@ -423,14 +418,14 @@ def test_the_state_of_a_run_that_has_not_begun_is_its_jobs(
 
 
 def test_a_queued_job_says_for_how_long(slurm: Path, tmp_path: Path) -> None:
-    experiment_dir = submit(planned(), tmp_path)
+    experiment_dir = submit(plan_of(), tmp_path)
     queued = datetime.now() - timedelta(minutes=12, seconds=30)
     (slurm / "queue").write_text(f"101|0|PENDING|Resources||{queued:%Y-%m-%dT%H:%M:%S}|\n")
     assert seen(experiment_dir).message == "job 101_0 is queued for 12 min: Resources"
 
 
 def test_a_run_whose_folder_is_removed_while_its_job_runs_has_failed(slurm: Path, tmp_path: Path) -> None:
-    experiment_dir = submit(planned(), tmp_path)
+    experiment_dir = submit(plan_of(), tmp_path)
     (slurm / "queue").write_text("101|0|RUNNING|None|n1|N/A|\n")
     shutil.rmtree(experiment_dir / "baseline" / "seed-0")
     removed = f"{experiment_dir / 'baseline' / 'seed-0'}: was removed while job 101_0 runs; "
@@ -440,7 +435,7 @@ def test_a_run_whose_folder_is_removed_while_its_job_runs_has_failed(slurm: Path
 
 
 def test_a_run_at_work_whose_job_has_ended_is_dead(slurm: Path, tmp_path: Path) -> None:
-    experiment_dir = submit(planned(), tmp_path)
+    experiment_dir = submit(plan_of(), tmp_path)
     here = RunDir(experiment_dir / "baseline" / "seed-0")
     begin_launch(here, (), None)
     begin_attempt(here)
@@ -458,7 +453,7 @@ def test_a_run_at_work_whose_job_has_ended_is_dead(slurm: Path, tmp_path: Path) 
 def test_what_was_cancelled_while_it_waited_has_not_failed_once_slurm_forgets_it(
     slurm: Path, tmp_path: Path
 ) -> None:
-    experiment_dir = submit(planned(), tmp_path)
+    experiment_dir = submit(plan_of(), tmp_path)
     jobs = find_cluster_jobs(experiment_dir)
     assert jobs is not None
     jobs.cancel()
@@ -469,7 +464,7 @@ def test_what_was_cancelled_while_it_waited_has_not_failed_once_slurm_forgets_it
 
 
 def test_a_folder_with_a_percent_sign_is_no_pattern_of_slurm(slurm: Path, tmp_path: Path) -> None:
-    experiment_dir = submit(planned(), tmp_path / "50 %u")
+    experiment_dir = submit(plan_of(), tmp_path / "50 %u")
     script = (experiment_dir / "_slurm" / "pairs.sh").read_text()
     assert f'--output="{tmp_path}/50 %%u/small/_slurm/pairs-%a.log"' in script
 
@@ -489,20 +484,20 @@ def test_a_job_that_would_be_told_to_stop_as_it_begins_is_refused(
     slurm: Path, tmp_path: Path, snapshot: Snapshot
 ) -> None:
     with snapshot.refused(LaunchError):
-        submit(planned("launcher={type: slurm, time: '2'}"), tmp_path)
+        submit(plan_of("launcher={type: slurm, time: '2'}"), tmp_path)
     assert not (slurm / "queue").exists() and not (tmp_path / "runs").exists()
 
 
 def test_where_slurm_does_not_answer_the_run_directory_does(
     slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    experiment_dir = submit(planned(), tmp_path)
+    experiment_dir = submit(plan_of(), tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert seen(experiment_dir).status == "pending"
 
 
 def test_cancel_takes_back_what_waits_and_asks_what_runs(slurm: Path, tmp_path: Path) -> None:
-    experiment_dir = submit(planned(), tmp_path)
+    experiment_dir = submit(plan_of(), tmp_path)
     assert cancel_experiment(experiment_dir).startswith("cancelled: 2 jobs (101, 102)")
     assert (slurm / "calls").read_text().splitlines()[-2:] == [
         "scancel --quiet --state=PENDING 101 102",
@@ -515,7 +510,7 @@ def test_cancel_takes_back_what_waits_and_asks_what_runs(slurm: Path, tmp_path: 
 def test_whoever_watches_releases_what_slurm_keeps_back_but_not_at_once(
     slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    jobs = find_cluster_jobs(submit(planned(), tmp_path))
+    jobs = find_cluster_jobs(submit(plan_of(), tmp_path))
     assert jobs is not None
     (slurm / "queue").write_text("101|0|PENDING|BeginTime||N/A|\n101|1|PENDING|Resources||N/A|\n")
     monkeypatch.setattr(launcher.SlurmCluster, "query_interval_s", 0)
@@ -545,7 +540,7 @@ def run_job(experiment_dir: Path, monkeypatch: pytest.MonkeyPatch, *, restarts: 
 def test_a_job_that_begins_again_too_often_gives_up(
     slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    experiment_dir = submit(planned("launcher={type: slurm, requeues: 2}"), tmp_path)
+    experiment_dir = submit(plan_of("launcher={type: slurm, requeues: 2}"), tmp_path)
     assert run_job(experiment_dir, monkeypatch, restarts=3) == 2
     state = read_run_state(experiment_dir, RunName(arm="baseline", seed=0))
     assert state.status == "failed" and "launcher.requeues" in str(state.message)
@@ -570,7 +565,7 @@ def test_a_job_queues_itself_again_where_its_runs_were_interrupted(
     monkeypatch.setattr(allocation, "_all_nodes_answer", lambda: True)
     monkeypatch.setattr(allocation, "_should_requeue", lambda _: True)
     monkeypatch.setattr(allocation, "_requeue", lambda: asked.append("requeue"))
-    code = run_job(submit(planned(), tmp_path), monkeypatch)
+    code = run_job(submit(plan_of(), tmp_path), monkeypatch)
     assert code == (status != "finished") and bool(asked) == requeued
 
 
@@ -599,7 +594,7 @@ def test_a_node_that_does_not_see_the_run_says_so(
 def test_a_node_that_lacks_gpus_says_so(
     slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    submit(planned("cluster.gpus_per_node=8"), tmp_path)
+    submit(plan_of("cluster.gpus_per_node=8"), tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     code, said = on_node(tmp_path / "small" / "baseline" / "seed-0", monkeypatch, capfd)
     assert code == 2

@@ -13,7 +13,6 @@ from abrun.runs.files import read_json, write_json
 from abrun.runs.launches import write_config
 from abrun.runs.layout import RunName
 from abrun.runs.lines import LineWriter
-from abrun.runs.records import RunRecord
 from abrun.runs.rundir import RunDir
 from abrun.tools.logprob_diff.command import choose_run
 from abrun.tools.logprob_diff.variations import on_one_rank, variations_of
@@ -91,9 +90,7 @@ def test_what_has_no_weights_of_an_engine_s_policy_is_refused(tmp_path: Path, sn
         },
         "steps": 3,
     }
-    write_config(
-        RunDir(foreign), RunRecord(experiment="x", name=record.name, initial_weights=None, config=config)
-    )
+    write_config(RunDir(foreign), "x", record.name, config)
     snapshot(refused(foreign, tmp_path))
     gone = make_run(tmp_path / "gone", run_config(), initial_weights=tmp_path / "warm")
     assert "are missing; launch it again" in refused(gone, tmp_path)

@@ -27,8 +27,7 @@ from abrun.launch.agent import _scratch as scratch
 from abrun.messages import sentence
 from abrun.messages.codes import Code, Reason
 from abrun.messages.records import encode_reasons
-from abrun.processes import find_run_processes, progress
-from abrun.processes.scratch import SCRATCH
+from abrun.processes import SCRATCH, find_run_processes, progress
 from abrun.runs.failures import (
     ERROR_FILE,
     Failure,
@@ -40,7 +39,7 @@ from abrun.runs.failures import (
 from abrun.runs.failures import _read_error_file as recorded
 from abrun.runs.launches import read_endings, write_config
 from abrun.runs.layout import RunName
-from abrun.runs.records import NodeStatus, RunRecord, recorded_reason
+from abrun.runs.records import NodeStatus, recorded_reason
 from abrun.runs.rundir import RunDir
 from abrun.runs.state import read_state
 from abrun.runs.writer import begin_attempt, write_node
@@ -71,7 +70,7 @@ def start(
 
 def run_in(directory: Path) -> RunDir:
     run = RunDir(directory)
-    write_config(run, RunRecord(experiment="e", name=NAME, initial_weights=None, config={"steps": 9}))
+    write_config(run, "e", NAME, {"steps": 9})
     return run
 
 
@@ -167,9 +166,7 @@ def test_a_node_that_waits_for_another_is_not_taken_for_one_that_hangs(tmp_path:
 def notes_of(directory: Path, num_nodes: int) -> tuple[RunDir, Notes]:
     run = RunDir(directory)
     config: dict[str, Any] = {"steps": 9}
-    write_config(
-        run, RunRecord(experiment="e", name=RunName(arm="a", seed=0), initial_weights=None, config=config)
-    )
+    write_config(run, "e", RunName(arm="a", seed=0), config)
     begin_attempt(run)
     return run, Notes(run, 0, 0, num_nodes, limit_s=math.inf)
 

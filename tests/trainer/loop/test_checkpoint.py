@@ -19,7 +19,6 @@ from abrun.errors import StoreError
 from abrun.experiment.plan import RunName
 from abrun.runs.files import fingerprint, read_json, write_json
 from abrun.runs.launches import write_config
-from abrun.runs.records import RunRecord
 from abrun.runs.rundir import RunDir
 from abrun.runs.writer import FencedError, RunWriter, begin_attempt
 from abrun.trainer.backends.ranks import make_ranks
@@ -275,7 +274,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(damage: str, run: Run
 def configured(path: Path, seed: int, **config: Any) -> RunDir:
     run = RunDir(path)
     name = RunName(arm="baseline", seed=seed)
-    write_config(run, RunRecord(experiment="x", name=name, initial_weights=None, config=config))
+    write_config(run, "x", name, config)
     return run
 
 

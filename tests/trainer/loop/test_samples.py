@@ -96,7 +96,7 @@ def test_a_file_and_its_texts_are_bounded(tmp_path: Path, monkeypatch: pytest.Mo
     run = RunDir(make_run(tmp_path / "run", run_config()))
     writer = begin_attempt(run)
     one = Sample(prompt="p", text="t", reward=1.0, logprob_error=0.0, num_tokens=1, truncated=False)
-    monkeypatch.setattr("abrun.runs.writer.MAX_SAMPLES_BYTES", 200)
+    monkeypatch.setattr("abrun.runs.lines.MAX_SAMPLES_BYTES", 200)
     for step in range(1, 9):
         writer.samples(step, [one])
     assert list(run.samples()) == [1, 2]

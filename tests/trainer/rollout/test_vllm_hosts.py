@@ -314,7 +314,7 @@ def test_a_start_that_fails_takes_its_host_back(launch: Launch, monkeypatch: pyt
     def fail(*_: Any, **__: Any) -> None:
         raise OSError("no more processes")
 
-    monkeypatch.setattr(local, "start_process", fail)
+    monkeypatch.setattr(local.processes, "start_process", fail)
     with pytest.raises(OSError, match="no more processes"):
         engine.start(launch.runs[0], CONFIG, ("cpu",))
     assert launch.hosts._lent == {} and launch.hosts._idle == []
