@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from abrun.errors import StoreError
+from abrun.logs.foreign.values import Points
 from abrun.messages.codes import Reason
 from abrun.runs.files import UnreadableError
 from abrun.runs.layout import RunName
 from abrun.runs.metric_names import is_clock, is_counter
 from abrun.runs.redaction import display_safe, display_safe_tree, printable
-from abrun.stats.series import Series
+from abrun.stats.series import Series, build_series
 
 # What the positions of a run's series are. A table of final scores has one value per metric, at step 0.
 Axis = Literal["steps", "final", "prompts"]
@@ -105,16 +106,20 @@ def sanitize_log(log: Log) -> Log:
     )
 
 
-def replaced_notes(replaced: Mapping[str, int]) -> list[str]:
-    """Return a note on points of metrics that were replaced by later ones, if any.
+def collect_points(points: Mapping[str, Points]) -> tuple[dict[str, Series], list[str]]:
+    """Return the series of each metric's points, and a note as `collect_series` does."""
+    return collect_series({name: build_series(p.steps, p.values) for name, p in points.items()})
+
+
+def collect_series(built: Mapping[str, tuple[Series, int]]) -> tuple[dict[str, Series], list[str]]:
+    """Return what `build_series` returned for each metric, and a note on points that later ones replaced.
 
     Clocks and counters go on from a row of training to a row of evaluation at the same step: no replacement.
     """
-    num_replaced = sum(num for name, num in replaced.items() if not (is_clock(name) or is_counter(name)))
-    if not num_replaced:
-        return []
+    num_replaced = sum(num for name, (_, num) in built.items() if not (is_clock(name) or is_counter(name)))
     points, verb = ("point", "was") if num_replaced == 1 else ("points", "were")
-    return [f"{num_replaced} {points} {verb} recorded again at the same step; the last counts"]
+    note = f"{num_replaced} {points} {verb} recorded again at the same step; the last counts"
+    return {name: series for name, (series, _) in built.items()}, [note] * bool(num_replaced)
 
 
 def missing_package_error(path: Path | str, package: str, to_install: str) -> StoreError:

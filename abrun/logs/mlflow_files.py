@@ -7,6 +7,7 @@ A run of the file store has a `meta.yaml` and a file per metric, parameter and t
 
 import math
 import re
+from array import array
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -35,12 +36,11 @@ from abrun.logs.foreign.values import (
     left_out_notes,
     parse_foreign_yaml,
 )
-from abrun.logs.log import Log, LogStatus, replaced_notes
+from abrun.logs.log import Log, LogStatus, collect_points
 from abrun.logs.rows import check_number_of_metrics
 from abrun.logs.tables import ARM_COLUMNS
 from abrun.runs.files import UnreadableError
 from abrun.runs.redaction import printable
-from abrun.stats.series import Series, build_series, split_series
 
 META = "meta.yaml"
 MAX_META_BYTES = 1 << 14
@@ -203,16 +203,13 @@ def _make_log(
     notes: Sequence[str],
 ) -> Log:
     check_number_of_metrics(len(points), place)
-    built: dict[str, tuple[Series, int]] = {}
     numbered: list[str] = []
     for metric, recorded in points.items():
-        steps = recorded.steps
-        if len(steps) > 1 and not any(steps):  # logged without a step, which MLflow stores as 0
+        if len(recorded.steps) > 1 and not any(recorded.steps):  # without a step, which MLflow stores as 0
             numbered.append(metric)
-            steps = range(len(steps))
-        built[metric] = build_series(steps, recorded.values)
-    metrics, replaced = split_series(built)
-    notes = [*replaced_notes(replaced), *notes]
+            recorded.steps = array("q", range(len(recorded.steps)))
+    metrics, replaced_notes = collect_points(points)
+    notes = [*replaced_notes, *notes]
     if numbered:
         notes.append(f"logged without a step, so numbered from 0: {', '.join(numbered[:5])}")
     config = {key.replace("/", "."): _parse_text(value) for key, value in params.items()}

@@ -4,6 +4,7 @@ A format claims a folder that holds nothing but its runs, or files, and says whi
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from abrun.logs.foreign.files import Folder, find_companion, open_file
 from abrun.logs.foreign.values import Points
 from abrun.logs.golden_values import SERIES
 from abrun.logs.lm_eval import SAMPLES_FILE, TOTALS_FILE, read_samples, read_totals
-from abrun.logs.log import Log, LogStatus, replaced_notes
+from abrun.logs.log import Log, LogStatus, collect_points
 from abrun.logs.naming import SUFFIXES, strip_suffix
 from abrun.logs.stored import is_run_dir, read_run_dir
 from abrun.logs.tables import read_trainer_state
@@ -26,7 +27,6 @@ from abrun.logs.tensorboard import EVENT_FILE_PREFIX, read_event_files, start_ke
 from abrun.logs.wandb_files import read_wandb_files
 from abrun.recipe.implementations import READERS, installed, load_installed
 from abrun.runs.redaction import printable
-from abrun.stats.series import build_series, split_series
 
 TRAINER_STATE = "trainer_state.json"
 CHECKPOINT = r"checkpoint-(\d+)"
@@ -84,16 +84,13 @@ def make_log(
 
     Of two values at one step the later counts. `config`: settings by dotted key.
     """
-    built = {}
+    recorded: dict[str, Points] = defaultdict(Points)
     for metric, points in metrics.items():
-        recorded = Points()
         for step, value in points:
-            recorded.add(step, value)
-        built[metric] = build_series(recorded.steps, recorded.values)
-    series, replaced = split_series(built)
-    notes = tuple(replaced_notes(replaced))
+            recorded[metric].add(step, value)
+    series, notes = collect_points(recorded)
     place = printable(str(path))
-    return Log(name=name, place=place, metrics=series, config=config, status=status, notes=notes)
+    return Log(name=name, place=place, metrics=series, config=config, status=status, notes=tuple(notes))
 
 
 # --- abrun's own formats ---

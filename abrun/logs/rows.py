@@ -19,12 +19,12 @@ from abrun.logs.foreign.values import (
     shorten_cell,
     to_float,
 )
-from abrun.logs.log import Log, replaced_notes
+from abrun.logs.log import Log, collect_series
 from abrun.logs.step_parts import Processes, separate_rows
 from abrun.logs.words import COLUMNS
 from abrun.runs.lines import CHECKSUM
 from abrun.runs.redaction import list_names, printable
-from abrun.stats.series import Array, Series, build_series, split_series
+from abrun.stats.series import Array, Series, build_series
 
 STEP_COLUMNS = tuple(COLUMNS["step"])
 NON_METRIC_COLUMNS = {CHECKSUM, *COLUMNS["no_metric"]}
@@ -151,8 +151,8 @@ def series_of_table(table: Table, step_column: str | None) -> TableMetrics:
         for name, column_numbers in numbers.items()
         if name not in excluded and not name.startswith(UNNAMED)
     }
-    metrics, replaced = split_series(_build_metrics(metric_numbers, steps, is_filled, processes))
-    notes = [*split_notes, *_text_notes(table, texts, metrics), *replaced_notes(replaced)]
+    metrics, replaced_notes = collect_series(_build_metrics(metric_numbers, steps, is_filled, processes))
+    notes = [*split_notes, *_text_notes(table, texts, metrics), *replaced_notes]
     if num_without_step:
         notes.append(f"{num_without_step} of {num_filled} rows without {column} were left out")
     return TableMetrics(

@@ -26,7 +26,7 @@ from abrun.logs.foreign.values import (
     parse_foreign_yaml,
     parse_json,
 )
-from abrun.logs.log import NOTHING_RECORDED, Log, LogStatus, replaced_notes
+from abrun.logs.log import NOTHING_RECORDED, Log, LogStatus, collect_points
 from abrun.logs.rows import check_number_of_metrics
 from abrun.logs.wandb_files import (
     FILE_HEADER,
@@ -37,7 +37,6 @@ from abrun.logs.wandb_files import (
     torn_notes,
 )
 from abrun.runs.redaction import printable
-from abrun.stats.series import build_series, split_series
 
 SUFFIX = ".swanlab"
 IDENT = b":SWL\xd6\xe1"  # the format's version follows in the seventh byte
@@ -80,10 +79,8 @@ def read_swanlab_file(path: Path, name: str) -> Log:
                 break
             end = record_end
             check_number_of_metrics(len(contents.points), place)
-    metrics, replaced = split_series(
-        {metric: build_series(points.steps, points.values) for metric, points in contents.points.items()}
-    )
-    notes = replaced_notes(replaced) + torn_notes(end, size) + left_out_notes(contents.num_left_out)
+    metrics, notes = collect_points(contents.points)
+    notes += torn_notes(end, size) + left_out_notes(contents.num_left_out)
     start, has_started = contents.start, bool(contents.start)
     status: LogStatus = STATES.get(contents.state, "unknown") if has_started else "unknown"
     notes += [NO_EXIT_NOTE] * (status == "running") + [NOTHING_RECORDED] * (not has_started)

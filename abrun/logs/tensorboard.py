@@ -17,10 +17,9 @@ import numpy as np
 from abrun.errors import StoreError
 from abrun.logs.foreign.files import open_file
 from abrun.logs.foreign.values import MAX_NAME_CHARACTERS, MAX_RECORD_BYTES, Points, as_config, parse_json
-from abrun.logs.log import NOTHING_RECORDED, Log, replaced_notes
+from abrun.logs.log import NOTHING_RECORDED, Log, collect_points
 from abrun.logs.rows import check_number_of_metrics, check_step
 from abrun.runs.redaction import printable
-from abrun.stats.series import build_series, split_series
 
 EVENT_FILE_PREFIX = "events.out.tfevents"
 HEADER, FOOTER = 12, 4  # bytes
@@ -65,10 +64,8 @@ def read_event_files(files: Sequence[Path], name: str, place: Path) -> Log:
                     points[value.tag].add(event.step, number)
         num_restarts += is_restart
     check_number_of_metrics(len(points), place_text)
-    metrics, replaced = split_series(
-        {tag: build_series(recorded.steps, recorded.values) for tag, recorded in points.items()}
-    )
-    notes = replaced_notes(replaced) + notes
+    metrics, replaced_notes = collect_points(points)
+    notes = replaced_notes + notes
     # Several runs in one folder look the same.
     restart_note = (
         f"{place_text}: its {len(files)} event files were read as one run, restarted "
