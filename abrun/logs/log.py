@@ -77,7 +77,7 @@ def unite_logs(logs: Sequence[Log], **changes: Any) -> Log:
     """
     merged: dict[str, Any] = {
         name: {key: value for log in reversed(logs) for key, value in (getattr(log, name) or {}).items()}
-        for name in ("metrics", "config", "unread", "dropped")
+        for name in ("metrics", "standard_errors", "config", "unread", "dropped")
     }
     merged |= {
         name: tuple(dict.fromkeys(line for log in logs for line in getattr(log, name)))

@@ -42,8 +42,14 @@ SEED_KEYS = ("seed", "data_seed", "rollout_seed", "data_loader_seed", "random_se
 SEED_LIMIT = 2**31
 # Words whose number counts checkpoints, processes, or starts and jobs: never seeds
 CHECKPOINT = r"(?:(?:global|train|training)[-_]?)?(?:checkpoint|ckpt|steps?|epoch|iter|iteration)"
+# A checkpoint without a number, in the name of its scores
+EVALUATED = re.compile(
+    rf"(?<![A-Za-z0-9])(?P<word>best|last|latest|final)([-_]({CHECKPOINT}|model))?(?![A-Za-z0-9])",
+    re.IGNORECASE,
+)
 START = "version|attempt|try|trial|start|restart|job|jobid|task|part"
 NO_SEED = re.compile(f"{PROCESS}|{CHECKPOINT}|{START}|env", re.IGNORECASE)
+JOB_ID = re.compile(r"\d{4,8}")  # of Slurm, in front of the index in an array of jobs: `48211_0`
 _START_NUMBER = re.compile(rf"(?<![A-Za-z0-9])({START})[-_]?\d+(?![A-Za-z0-9.])", re.IGNORECASE)
 _RUN_COUNTS = re.compile(rf"(.*\.)?seed|s|run|rep|id|{NO_SEED.pattern}", re.IGNORECASE)
 PART_NUMBER = re.compile(rf"(?<![A-Za-z])(?:{PROCESS}|{CHECKPOINT})[-_=. ]?\d+", re.IGNORECASE)
@@ -258,7 +264,8 @@ def _seed_in_name(log: Log, patterns: Sequence[str]) -> tuple[int, int] | None:
 
 def _counts_something(name: str, number: int) -> bool:
     """Return True if a number of a name is a process's, a start's or a checkpoint's, or part of a decimal."""
-    counted = rf"((?<![A-Za-z])({NO_SEED.pattern})[-_=. ]?|\d\.\d*|\de-)0*{number}(-aa\d+)?(/|$)"
+    counter = rf"(?<![A-Za-z])({NO_SEED.pattern})[-_=. ]?|(?<!\d){JOB_ID.pattern}_"
+    counted = rf"({counter}|\d\.\d*|\de-)0*{number}(-aa\d+)?(/|$)"
     return re.search(counted, without_times(strip_suffix(name)), re.IGNORECASE) is not None
 
 
@@ -542,7 +549,23 @@ def _seed_word(words: Sequence[str], place: int) -> re.Match[str] | None:
     """
     match = re.fullmatch(r"([A-Za-z]*)(\d{1,9})", words[place], re.ASCII)
     counted = match and (match[1] or (words[place - 2] if place else ""))
-    return None if not match or _is_decimal(words, place) or NO_SEED.fullmatch(counted or "") else match
+    is_index = place > 1 and words[place - 1] == "_" and JOB_ID.fullmatch(words[place - 2])
+    is_counted = is_index or _is_decimal(words, place) or NO_SEED.fullmatch(counted or "")
+    return None if is_counted else match
+
+
+def are_indices(logs: Sequence[Log], names: Sequence[RunName]) -> bool:
+    """Return True if all seeds are numbers of folders that every arm counts from 0, as arrays of jobs are.
+
+    Nobody says then that they are seeds: runs of one number may have nothing in common.
+    """
+    numbers: dict[str, list[int]] = {}
+    for log, name in zip(logs, names, strict=True):
+        seed = find_seed(log)
+        if seed is None or seed.kind != "number" or not re.search(rf"(^|/){seed.number}(/|$)", log.name):
+            return False
+        numbers.setdefault(name.arm, []).append(name.seed)
+    return all(len(seeds) > 1 and sorted(seeds) == [*range(len(seeds))] for seeds in numbers.values())
 
 
 def _is_decimal(words: Sequence[str], place: int) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from abrun.logs.log import Log, unite_logs
-from abrun.logs.naming import CHECKPOINT, strip_suffix
+from abrun.logs.naming import CHECKPOINT, EVALUATED, strip_suffix
 from abrun.logs.starts import merge_continued_starts, run_of_start, without_times
 from abrun.logs.step_parts import PROCESS, average_series
 from abrun.runs.metric_names import is_clock, is_counter
@@ -196,7 +196,11 @@ def _join_checkpoints(logs: Sequence[Log]) -> list[Log]:
             groups.setdefault(_without(log.name, match), {})[int(match[1])] = log
     if all(len(checkpoints) < 2 for checkpoints in groups.values()):
         return [*logs]
-    joined = [log for log, match in zip(logs, matches, strict=True) if not match]
+    joined = [
+        log
+        for log, match in zip(logs, matches, strict=True)
+        if not match and (log.axis == "steps" or log.name not in groups)  # scores of the end, without a step
+    ]
     for name, checkpoints in groups.items():
         points: dict[str, dict[int, float]] = {}
         for step, log in sorted(checkpoints.items()):
@@ -238,6 +242,8 @@ def _find_component(log: Log) -> tuple[str, str]:
     """Return the run and the component that a log's name or job type states; an empty component if none."""
     if log.identity:
         return log.name, ""
+    if log.axis != "steps" and (match := EVALUATED.search(log.name)):
+        return _without(log.name, match), match["word"]
     folder, _, stem = strip_suffix(log.name).rpartition("/")
     if len(log.metrics) == 1 and _as_words(stem).endswith(_as_words(next(iter(log.metrics)))):
         return folder, stem  # a file for each metric, as DeepSpeed's csv_monitor writes them
@@ -256,6 +262,8 @@ def _are_components(components: Mapping[str, Log]) -> bool:
     if len(components) < 2 or any(name.startswith("/") for name in components):
         return False
     names = {name.lower() for name in components}
+    if all(map(EVALUATED.fullmatch, names)):
+        return True
     stems = {strip_suffix(log.name).rpartition("/")[2] for log in components.values()}
     if (
         names <= SPLITS
@@ -277,18 +285,20 @@ def _compared_metrics(log: Log) -> list[str]:
 
 def _merge_components(run: str, components: Mapping[str, Log]) -> Log:
     ordered = sorted(components, key=lambda name: (name.lower() not in ("train", "trainer"), name))
-    guess = f"{', '.join(ordered)}: logs of one run"
+    are_evaluations = all(map(EVALUATED.fullmatch, ordered))
+    guess = f"{', '.join(ordered)}: {'evaluated checkpoints' if are_evaluations else 'logs'} of one run"
     logs, used_names = list[Log](), set[str]()
     for component in ordered:
         log = components[component]
         new_names = {
-            name: f"{component}/{name}" if name in used_names else name
+            name: f"{component}/{name}" if are_evaluations or name in used_names else name
             for name in (*log.metrics, *log.dropped)
         }
         used_names |= {*log.metrics}
         metrics = {new_names[name]: series for name, series in log.metrics.items()}
         dropped = {new_names[name]: steps for name, steps in log.dropped.items()}
-        logs.append(replace(log, metrics=metrics, dropped=dropped))
+        errors = {new_names[name]: error for name, error in log.standard_errors.items() if name in new_names}
+        logs.append(replace(log, metrics=metrics, dropped=dropped, standard_errors=errors))
     united = unite_logs(logs, name=run or "run", run_id=None, job_type=None)
     return replace(united, guesses=(*united.guesses, guess))
 

@@ -20,9 +20,10 @@ from abrun.logs.foreign.values import Points
 from abrun.logs.golden_values import SERIES
 from abrun.logs.lm_eval import SAMPLES_FILE, TOTALS_FILE, read_samples, read_totals
 from abrun.logs.log import Log, LogStatus, collect_points
+from abrun.logs.monitor import read_monitor
 from abrun.logs.naming import SUFFIXES, strip_suffix
 from abrun.logs.stored import is_run_dir, read_run_dir
-from abrun.logs.tables import read_trainer_state
+from abrun.logs.tables import read_results, read_trainer_state
 from abrun.logs.tensorboard import EVENT_FILE_PREFIX, read_event_files, start_key
 from abrun.logs.wandb_files import read_wandb_files
 from abrun.recipe.implementations import READERS, installed, load_installed
@@ -195,6 +196,31 @@ class TrainerState(Format):
         return [replace(read_trainer_state(run.path, step_column), name=run.name)]
 
 
+class TrainerResults(Format):
+    """Metrics that transformers' Trainer saves beside a model, or beside a checkpoint that was evaluated."""
+
+    name, is_one_run, is_fallback, is_incidental = "trainer_results", True, True, True
+    file_name = re.compile(r"(all|train|eval|test|predict)_results\.json")
+
+    def read(self, run: RunFiles, step_column: str | None, *, one_run: bool = False) -> list[Log]:
+        return [read_results(run.files, run.name)]
+
+
+class Monitor(Format):
+    """Episodes that Stable-Baselines3 records: a file for each worker, or for a run."""
+
+    name, is_fallback = "monitor", True
+    file_name = re.compile(r"(.+\.)?monitor\.csv", re.DOTALL)
+
+    def find(self, folder: Folder, files: Sequence[Path]) -> Places:
+        workers = [file for file in files if file.name.partition(".")[0].isdecimal()]
+        yield from [(folder.path, workers)] if workers else []
+        yield from ((file, (file,)) for file in files if file not in workers)
+
+    def read(self, run: RunFiles, step_column: str | None, *, one_run: bool = False) -> list[Log]:
+        return [read_monitor(run.files, run.name, run.path)]
+
+
 class TableFormat(Format):
     """Files with rows of metrics, by their suffix, without the completions and evaluations beside them."""
 
@@ -302,6 +328,8 @@ OTHERS: tuple[Format, ...] = (
     TableFormat("parquet", read_parquet),
     LmEval(),
     TrainerState(),
+    Monitor(),
+    TrainerResults(),
     TableFormat("json", read_json, is_fallback=True),
     TableFormat("console", read_console, is_fallback=True),
 )

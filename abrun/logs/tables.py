@@ -288,11 +288,26 @@ def read_trainer_state(path: Path, step_column: str | None = None) -> Log:
     return log_from_table(path, table.rename(name_as_logged), step_column)
 
 
+def read_results(files: Sequence[Path], name: str) -> Log:
+    """Read the `*_results.json` in which transformers' Trainer saves its last metrics, as final scores."""
+    results: dict[str, float | str] = {}
+    for path in sorted(files):  # all_results.json first, which holds the others
+        content = parse_json(TextFile(path).content(), path_text(path))
+        if not isinstance(content, dict):
+            raise StoreError(f"{path_text(path)}: expected an object with metrics, as transformers writes it")
+        results = {**dict(flat_cells(content)), **results}
+    renamed = {name_as_logged(key.removeprefix("train_")): cell for key, cell in results.items()}
+    log = log_from_table(files[0], table_of([{"step": 0.0, **renamed}], path_text(files[0])), "step")
+    guess = "metrics that transformers' Trainer saved at its end, without a step"
+    return replace(log, name=name, axis="final", guesses=(guess,))
+
+
 def name_as_logged(name: str) -> str:
     """Rename a metric like transformers' `rewrite_logs`: eval_x to eval/x, test_x to test/x, x to train/x."""
     if name == "step":
         return name
-    return name.replace("_", "/", 1) if name.startswith(("eval_", "test_")) else f"train/{name}"
+    is_evaluated = name.startswith(("eval_", "test_", "predict_"))
+    return name.replace("_", "/", 1) if is_evaluated else f"train/{name}"
 
 
 # --- Parquet ---

@@ -18,6 +18,7 @@ from abrun.logs.naming import (
     Names,
     Naming,
     RunFilter,
+    are_indices,
     ask_about_numbers,
     differ_in_one_number,
     differ_only_by_numbers,
@@ -112,9 +113,23 @@ def _try_strategies(sources: Sources) -> Naming:
     for strategy in STRATEGIES:
         outcome = strategy(sources)
         if isinstance(outcome, Naming):
-            return outcome
+            return _without_indices(outcome, sources)
         problem = outcome or problem
     raise ComparisonError(problem)
+
+
+def _without_indices(naming: Naming, sources: Sources) -> Naming:
+    """Return the naming, unpaired if its seeds may only count jobs; raise ComparisonError if it must pair."""
+    reading = sources.reading
+    is_stated = reading.unpaired or reading.pattern or reading.seeds_by or reading.allows_one_arm
+    if is_stated or not naming.paired or not are_indices(sources.logs, naming.names):
+        return naming
+    if not sources.may_guess:
+        raise ComparisonError(
+            f"seeds: the numbers of {list_names([log.name for log in sources.logs], 3)} may only count jobs; "
+            "say with --pattern that they are seeds, or pass --unpaired"
+        )
+    return replace(naming, paired=False, seeds_known=False, guessed=(Code.NOTHING_SAYS_SEEDS(),))
 
 
 # --- strategies ---
