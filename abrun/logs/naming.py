@@ -30,14 +30,17 @@ SUFFIXES = {  # suffixes of files that hold runs -> format
     ".json": "json",  # only if it holds a list of rows
     **dict.fromkeys((".log", ".txt", ".out"), "console"),
 }
-# The first that matches every name, with the fewest leading folders, is used. Each may end in -aa{rerun}.
-DEFAULT_PATTERNS = (
-    *(f"{{arm}}{mark}{word}{{seed}}" for mark in "/-_" for word in ("seed-", "seed_", "seed", "seed=", "s")),
-    *("{arm}.seed{seed}", "{arm}.s{seed}", "{arm}/{seed}"),
+_SEED, _RERUN = r"(?P<seed>\d{1,10})", r"(?P<rerun>\d{1,9})"
+# Seeds at the end of a name or of its first folders: after a word, a bare number, or after a word or a folder
+_WORD = r"(?:seed[-_=]?|s)"
+_NAMED_SEED, _BARE_SEED, _NAMED_OR_FOLDER = (
+    re.compile(f"{before}{_SEED}(?:-aa{_RERUN})?", re.DOTALL | re.ASCII)
+    for before in (
+        rf"(?:(?P<arm>.+)[/\-_.])?{_WORD}",
+        r"(?:(?P<arm>.+)[/\-_.])?",
+        rf"(?P<arm>.+)(?:[/\-_.]{_WORD}|/)",
+    )
 )
-# For a known arm: `seed-0`, `s0`, `0`, or one of these at the end of the name.
-BARE_NUMBER = "{seed}"
-SEED_PATTERNS = ("seed-{seed}", "seed_{seed}", "seed{seed}", "seed={seed}", "s{seed}", BARE_NUMBER)
 SEED_KEYS = ("seed", "data_seed", "rollout_seed", "data_loader_seed", "random_seed")
 SEED_LIMIT = 2**31
 # Words whose number counts checkpoints, processes, or starts and jobs: never seeds
@@ -94,7 +97,7 @@ def name_runs(
 ) -> Names:
     """Return the run name of each log, by the first rule that names all of them, or why none does.
 
-    The rules are `pattern`, the runs' own files, wandb's job types as arms, and DEFAULT_PATTERNS. Unpaired
+    The rules are `pattern`, the runs' own files, wandb's job types as arms, and the ends of names. Unpaired
     runs need no seed in a pattern or job type: the runs of an arm are then numbered. Logs may share a name if
     they are starts of one run; no two selected logs may be the same run. `run_filter` selects. Raises
     ComparisonError for a pattern that is none.
@@ -110,7 +113,7 @@ def name_runs(
         if names:
             return _check_distinct(logs, names, run_filter)
     collision = ""
-    for names in _name_by_default_patterns(logs):
+    for names in _name_by_ends(logs):
         checked = _check_distinct(logs, names, run_filter)
         if not isinstance(checked, str):
             return checked
@@ -140,17 +143,13 @@ def _identities(logs: Sequence[Log]) -> list[RunName]:
     return [replace(name, arm=folder) for name, folder in zip(names, folders, strict=True)]
 
 
-def _name_by_default_patterns(logs: Sequence[Log]) -> list[list[RunName]]:
-    """Return the names by each default pattern that matches every log, fewest leading folders first."""
-    candidates = []
+def _name_by_ends(logs: Sequence[Log]) -> Iterator[list[RunName]]:
+    """Yield the names by arms and seeds at the end of every log's name."""
     is_configured = any(seed.kind == "setting" for log in logs if (seed := find_seed(log)))
-    for pattern in DEFAULT_PATTERNS[:-1] if is_configured else DEFAULT_PATTERNS:  # the last is a bare number
-        matches = [_match_with_rerun(pattern, log) for log in logs]
-        names = [log.identity or (match and match.run) for log, match in zip(logs, matches, strict=True)]
-        if logs and all(names):
-            num_folders = sum(match.folders for match in matches if match)
-            candidates.append((num_folders, [name for name in names if name]))
-    return [names for _, names in sorted(candidates, key=lambda candidate: candidate[0])]
+    for regex in [_NAMED_SEED] if is_configured else [_NAMED_OR_FOLDER, _NAMED_SEED]:
+        names = [log.identity or _find_in_name(regex, log) for log in logs]
+        if names and all(name and name.arm for name in names):
+            yield [name for name in names if name]
 
 
 def _check_distinct(logs: Sequence[Log], names: Sequence[RunName], run_filter: RunFilter) -> Names:
@@ -239,8 +238,8 @@ def find_seed(log: Log) -> Seed | None:
     """
     if log.identity:
         return Seed(log.identity.seed, log.identity.rerun, "files", log.place)
-    if number_and_rerun := _seed_in_name(log, SEED_PATTERNS[:-1]):
-        return Seed(*number_and_rerun, "name", log.name)
+    if run := _find_in_name(_NAMED_SEED, log):
+        return Seed(run.seed, run.rerun, "name", log.name)
     settings = {
         key: value
         for key, value in (log.config or {}).items()
@@ -249,17 +248,9 @@ def find_seed(log: Log) -> Seed | None:
     if "seed" in settings or len({*settings.values()}) == 1:
         key = "seed" if "seed" in settings else next(iter(settings))
         return Seed(settings[key], 0, "setting", key)
-    number_and_rerun = _seed_in_name(log, SEED_PATTERNS[-1:])
-    return Seed(*number_and_rerun, "number", log.name) if number_and_rerun else None
-
-
-def _seed_in_name(log: Log, patterns: Sequence[str]) -> tuple[int, int] | None:
-    for pattern in patterns:
-        for prefix in ("", "*/", "*-", "*_", "*."):
-            match = _match_with_rerun(prefix + pattern, log)
-            if match and not (pattern == BARE_NUMBER and _counts_something(log.name, match.run.seed)):
-                return match.run.seed, match.run.rerun
-    return None
+    run = _find_in_name(_BARE_SEED, log)
+    is_seed = run and not _counts_something(log.name, run.seed)
+    return Seed(run.seed, run.rerun, "number", log.name) if run and is_seed else None
 
 
 def _counts_something(name: str, number: int) -> bool:
@@ -270,13 +261,6 @@ def _counts_something(name: str, number: int) -> bool:
 
 
 # --- patterns ---
-
-
-class NameMatch(NamedTuple):
-    """Run that a pattern finds in a name; its arm is empty if the pattern has none."""
-
-    run: RunName
-    folders: int  # number of leading folders of the name that were used
 
 
 def strip_suffix(name: str) -> str:
@@ -316,13 +300,13 @@ def _name_by_pattern(
         return f"--pattern: got {pattern!r}, which lacks {{{missing[0]}}}; example: '{{arm}}-s{{seed}}'"
     names: list[RunName] = []
     for log in logs:
-        match = _match(pattern, log.name)
-        if match is None:
+        name = _match(_compile_pattern(pattern), log.name)
+        if name is None:
             return (
                 f"--pattern: got {pattern!r}, which does not match '{printable(log.name)}' ({log.place}); "
                 "change the pattern, or remove that run from the sources"
             )
-        names.append(match.run if arm is None else replace(match.run, arm=arm))
+        names.append(name if arm is None else replace(name, arm=arm))
     if "seed" not in needed:
         return _number_runs([name.arm for name in names])
     return _check_distinct(logs, names, run_filter)
@@ -330,37 +314,32 @@ def _name_by_pattern(
 
 def matches(pattern: str, name: str) -> bool:
     """Return True if a pattern matches a name, or the leading folders of it."""
-    return _match(pattern, name) is not None
+    return _match(_compile_pattern(pattern), name) is not None
 
 
-def _match_with_rerun(pattern: str, log: Log) -> NameMatch | None:
-    """Return the run that a default pattern, which may end in -aa{rerun}, finds in a log's name."""
-    return _match(pattern, without_times(strip_suffix(log.name)), allows_reruns=True)
+def _find_in_name(regex: re.Pattern[str], log: Log) -> RunName | None:
+    return _match(regex, without_times(strip_suffix(log.name)))
 
 
-def _match(pattern: str, name: str, *, allows_reruns: bool = False) -> NameMatch | None:
-    """Match a name, or the fewest leading folders of it, with a pattern."""
-    regex = _compile_pattern(pattern, allows_reruns)
+def _match(regex: re.Pattern[str], name: str) -> RunName | None:
+    """Return the run that a pattern finds in a name, or in the fewest leading folders of it."""
     folders = strip_suffix(name).split("/")
     for count in range(1, len(folders) + 1):
         match = regex.fullmatch("/".join(folders[:count]))
         values = match.groupdict() if match else {}
         seed = int(values.get("seed") or 0)
         if match and seed < SEED_LIMIT:
-            run = RunName(arm=values.get("arm") or "", seed=seed, rerun=int(values.get("rerun") or 0))
-            return NameMatch(run, count)
+            return RunName(arm=values.get("arm") or "", seed=seed, rerun=int(values.get("rerun") or 0))
     return None
 
 
 @cache
-def _compile_pattern(pattern: str, allows_reruns: bool) -> re.Pattern[str]:
-    groups = {"arm": "(?P<arm>.+)", "seed": r"(?P<seed>\d{1,10})", "rerun": r"(?P<rerun>\d{1,9})"}
+def _compile_pattern(pattern: str) -> re.Pattern[str]:
+    groups = {"arm": "(?P<arm>.+)", "seed": _SEED, "rerun": _RERUN}
     regex = ""
     for literal, name, _, _ in string.Formatter().parse(pattern):
         regex += ".*".join(re.escape(fragment) for fragment in literal.split("*"))
         regex += groups[name] if name else ""
-    if allows_reruns and "{rerun}" not in pattern:
-        regex += r"(?:-aa(?P<rerun>\d{1,9}))?"
     return re.compile(regex, re.DOTALL | re.ASCII)
 
 
