@@ -10,6 +10,7 @@ import re
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from abrun.logs.foreign.files import (
     read_lines,
     walk,
 )
-from abrun.logs.foreign.sqlite import Database
+from abrun.logs.foreign.sqlite import Database, holds_tables, open_sqlite
 from abrun.logs.foreign.values import (
     MAX_CHARACTERS,
     MAX_NAME_CHARACTERS,
@@ -39,6 +40,7 @@ from abrun.logs.foreign.values import (
 from abrun.logs.log import Log, LogStatus, collect_points
 from abrun.logs.rows import check_number_of_metrics
 from abrun.logs.tables import ARM_COLUMNS
+from abrun.logs.words import WORDS
 from abrun.runs.files import UnreadableError
 from abrun.runs.redaction import printable
 
@@ -51,16 +53,25 @@ DELETED = "deleted"
 RUN_NAME, PARENT, COMMIT = "mlflow.runName", "mlflow.parentRunId", "mlflow.source.git.commit"
 
 
-def is_run_folder(names: Collection[str]) -> bool:
-    """Return True for the names of the entries of one run's folder in MLflow's file store."""
-    return {META, "metrics", "tags"} <= {*names}
+def claims(path: Path, names: Collection[str]) -> bool:
+    """Return True for a run's folder, whose entries have these names, and for a database."""
+    return {META, "metrics", "tags"} <= {*names} or (
+        not names and holds_tables(path, WORDS["sqlite"]["mlflow"])
+    )
 
 
-def read_run_folder(folder: Path) -> Log | None:
-    """Return the run in a folder of MLflow's file store; None if it was deleted."""
+def read(path: Path, name: str, step_column: str | None) -> list[Log]:
+    """Return the runs that were not deleted. Raises StoreError."""
+    if path_kind(path) == "folder":
+        return _read_run_folder(path)
+    with open_sqlite(path) as database:
+        return _read_database(database)
+
+
+def _read_run_folder(folder: Path) -> list[Log]:
     meta = _read_meta(folder / META)
     if meta.get("lifecycle_stage") == DELETED:
-        return None
+        return []
     links: list[str] = []
     points = {name: _parse_points(path) for name, path in _files_below(folder, "metrics", links)}
     params, tags = (
@@ -70,7 +81,7 @@ def read_run_folder(folder: Path) -> Log | None:
     experiment_meta = find_companion(folder.parent, META)
     experiment = as_name(_read_meta(experiment_meta).get("name")) if experiment_meta else None
     status = meta.get("status")
-    return _make_log(
+    log = _make_log(
         place=printable(str(folder)),
         name=as_name(meta.get("run_name")) or tags.get(RUN_NAME) or folder.name,
         run_id=folder.name,
@@ -81,10 +92,10 @@ def read_run_folder(folder: Path) -> Log | None:
         tags=tags,
         notes=link_notes(printable(str(folder)), links),
     )
+    return [log]
 
 
-def read_database(database: Database) -> list[Log]:
-    """Return the runs in MLflow's SQLite database that were not deleted. Raises StoreError."""
+def _read_database(database: Database) -> list[Log]:
     experiments = dict(database.rows("SELECT experiment_id, CAST(name AS TEXT) FROM experiments"))
     points: dict[str, dict[str, Points]] = defaultdict(lambda: defaultdict(Points))
     left_out: Counter[str] = Counter()
@@ -124,9 +135,18 @@ def read_database(database: Database) -> list[Log]:
 
 
 def drop_parents(logs: Sequence[Log]) -> list[Log]:
-    """Return the logs without parent runs, which group nested runs and record no metric of their own."""
-    parents = {log.config[PARENT] for log in logs if log.config and PARENT in log.config}
-    return [log for log in logs if log.metrics or log.run_id not in parents]
+    """Return the logs without parent runs, which group nested runs and record no metric of their own.
+
+    The id of a parent, which is no setting, is dropped.
+    """
+    parents = {(log.config or {}).get(PARENT) for log in logs}
+    return [
+        replace(log, config={key: value for key, value in log.config.items() if key != PARENT} or None)
+        if log.config
+        else log
+        for log in logs
+        if log.metrics or log.run_id is None or log.run_id not in parents
+    ]
 
 
 def _read_texts(database: Database, table: str) -> dict[str, dict[str, str]]:

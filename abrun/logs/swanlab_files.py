@@ -6,7 +6,7 @@ configuration lies next to them as YAML.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,8 +64,13 @@ class Contents:
             self.points[name].add(whole_step, number)
 
 
-def read_swanlab_file(path: Path, name: str) -> Log:
-    """Return the run in a .swanlab file, named `<project>/<run>`. Raises StoreError for any other file."""
+def claims(path: Path, names: Collection[str]) -> bool:
+    """Return True for a file of SwanLab's."""
+    return not names and path.suffix == SUFFIX
+
+
+def read(path: Path, name: str, step_column: str | None) -> list[Log]:
+    """Return the run in a file, named `<project>/<run>`. Raises StoreError."""
     place = printable(str(path))
     contents = Contents()
     with open_file(path) as file:
@@ -84,7 +89,7 @@ def read_swanlab_file(path: Path, name: str) -> Log:
     start, has_started = contents.start, bool(contents.start)
     status: LogStatus = STATES.get(contents.state, "unknown") if has_started else "unknown"
     notes += [NO_EXIT_NOTE] * (status == "running") + [NOTHING_RECORDED] * (not has_started)
-    return Log(
+    log = Log(
         name="/".join(filter(None, [start.get("project"), start.get("name") or name])),
         place=place,
         metrics=metrics,
@@ -97,6 +102,7 @@ def read_swanlab_file(path: Path, name: str) -> Log:
         run_id=start.get("id") or None,
         notes=tuple(notes),
     )
+    return [log]
 
 
 def _read_version(header: bytes, place: str) -> int:
