@@ -139,13 +139,12 @@ def drop_parents(logs: Sequence[Log]) -> list[Log]:
 
     The id of a parent, which is no setting, is dropped.
     """
-    parents = {(log.config or {}).get(PARENT) for log in logs}
+    configs = [{**(log.config or {})} for log in logs]
+    parents = {config.pop(PARENT) for config in configs if PARENT in config}
     return [
-        replace(log, config={key: value for key, value in log.config.items() if key != PARENT} or None)
-        if log.config
-        else log
-        for log in logs
-        if log.metrics or log.run_id is None or log.run_id not in parents
+        replace(log, config=config or None)
+        for log, config in zip(logs, configs, strict=True)
+        if log.metrics or log.run_id not in parents
     ]
 
 

@@ -141,7 +141,7 @@ def read_json_table(path: Path) -> tuple[Table, list[str]]:
     Nested names are joined by '/'; NaN and Infinity may be bare or quoted.
     """
     file, notes = TextFile(path), list[str]()
-    lines = ((number, line) for number, line in enumerate(file.lines(), 1) if line and not line.isspace())
+    lines = _filled_lines(file)
     first_lines = [*islice(lines, 2)]
     if not first_lines:
         notes.append(NOTHING_RECORDED)
@@ -163,6 +163,15 @@ def read_json_table(path: Path) -> tuple[Table, list[str]]:
         is_flat = PLAIN_TYPES.issuperset(map(type, row.values()))
         builder.add(number, row if is_flat else dict(flat_cells(row)))
     return builder.build(), notes or [TORN_NOTE] * file.torn
+
+
+def read_objects(path: Path, notes: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the objects in a file of JSON lines with their line numbers; a torn end becomes a note."""
+    return _parse_objects(path, _filled_lines(TextFile(path)), notes)
+
+
+def _filled_lines(file: TextFile) -> Iterator[tuple[int, bytes]]:
+    return ((number, line) for number, line in enumerate(file.lines(), 1) if line and not line.isspace())
 
 
 def _parse_objects(

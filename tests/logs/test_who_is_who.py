@@ -139,6 +139,10 @@ def test_a_copy_of_a_numbered_run_beside_it_is_left_out(tmp_path: Path, name: st
 
 
 def test_an_arm_of_that_name_is_no_copy(tmp_path: Path) -> None:
+    write(tmp_path / "shallow" / "a.jsonl")
+    write(tmp_path / "shallow" / "a" / "latest.jsonl")
+    assert len(read_logs(str(tmp_path / "shallow"))) == 2
+    tmp_path = tmp_path / "arms"
     for arm in ("current", "new"):
         for seed in (0, 1):
             write(tmp_path / arm / f"seed{seed}.jsonl", seed)
