@@ -10,7 +10,7 @@ import string
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 from abrun.errors import ComparisonError
 from abrun.logs.log import Log
@@ -62,7 +62,10 @@ _POD = re.compile(r"(-[{0}]{{6,10}})?-([{0}]{{5}}|[{0}]{{8}})(?=/|$)".format("b-
 _LAUNCHER = re.compile(r"(?<![^/])(\d+_(?=[\w.]+=)|lightning_logs/)")
 SEPARATORS = r"[/_\-. =@,]+"
 # Words of a time, a process or a logger in run names, which do not distinguish arms.
-START_PART = r"\d{9,}|20\d{6}|\d{6}|\d{8}T\d+|RANK|offline|run|runs|tensorboard|wandb|tb|logs?|events"
+_START_PART = re.compile(
+    r"\d{9,}|20\d{6}|\d{6}|\d{8}T\d+|RANK|offline|run|runs|tensorboard|wandb|tb|logs?|events"
+)
+_UNNAMED = re.compile(rf"(?i:(seed|s|run|rep)?\d*)|{_START_PART.pattern}")  # or numbers
 BASELINE_NAMES = {"baseline", "base", "control", "reference", "ref"}
 BASELINE_NAMES |= {"main", "master", "old", "before", "vanilla"}
 MAX_ARMS = 16
@@ -243,7 +246,7 @@ def find_seed(log: Log) -> Seed | None:
     settings = {
         key: value
         for key, value in (log.config or {}).items()
-        if key.rsplit(".", 1)[-1] == "seed" and type(value) is int and 0 <= value < SEED_LIMIT
+        if _last_part(key) == "seed" and _is_seed(value)
     }
     if "seed" in settings or len({*settings.values()}) == 1:
         key = "seed" if "seed" in settings else next(iter(settings))
@@ -359,20 +362,17 @@ def name_by_settings(
             problem = f"got '{printable(key or '')}', which is no setting of {list_names(unnamed_logs, 3)}"
             return f"{option}: {problem}; they differ in {list_names(varying_settings(logs), 8) or 'none'}"
     if arms_by:
-        arms = [f"{arms_by.rpartition('.')[2]}={find_setting(log, arms_by)}" for log in logs]
+        arms = [f"{_last_part(arms_by)}={find_setting(log, arms_by)}" for log in logs]
     arms = arms or _arm_groups(logs)
     if seeds_by:
-        seeds = [find_setting(log, seeds_by) for log in logs]
-        wrong = [seed for seed in seeds if type(seed) is not int or not 0 <= seed < SEED_LIMIT]
-        if wrong:
-            return (
-                f"--seeds-by: got {printable(str(wrong[0]))} as {printable(seeds_by)}; allowed: whole numbers"
-            )
-        names = [RunName(arm=arm, seed=int(seed or 0)) for arm, seed in zip(arms, seeds, strict=True)]
-        return Naming(
-            names=names,
-            guessed=(Code.SEEDS_FROM(how=f"setting {seeds_by}", arm=arms[0], seed=names[0].seed),),
-        )
+        names = []
+        for arm, seed in zip(arms, (find_setting(log, seeds_by) for log in logs), strict=True):
+            if not _is_seed(seed):
+                problem = f"got {printable(str(seed))} as {printable(seeds_by)}"
+                return f"--seeds-by: {problem}; allowed: whole numbers"
+            names.append(RunName(arm=arm, seed=seed))
+        source = Code.SEEDS_FROM(how=f"setting {seeds_by}", arm=arms[0], seed=names[0].seed)
+        return Naming(names=names, guessed=(source,))
     by_seeds = _name_by_seeds(logs, arms, unpaired=False)
     if by_seeds and len(set(by_seeds)) == len(by_seeds):
         return Naming(names=by_seeds)
@@ -408,14 +408,13 @@ def guess_runs(
             for run_arms in [arms] if arms else arm_candidates:
                 names = [RunName(arm=arm, seed=seed) for arm, seed in zip(run_arms, seeds, strict=True)]
                 if _is_a_grid([name for name in names if run_filter(name)]):
-                    arm = None if arms else names[0].arm
-                    guessed = (Code.SEEDS_FROM(how=source, arm=arm, seed=seeds[0]),)
-                    namings.setdefault(tuple(names), Naming(names=names, guessed=guessed))
+                    guess = Code.SEEDS_FROM(how=source, arm=None if arms else names[0].arm, seed=seeds[0])
+                    namings.setdefault(tuple(names), Naming(names=names, guessed=(guess,)))
                     break
         if len(namings) > 1:
-            first, second = ([str(name) for name in names[:1]] for names in [*namings][:2])
+            first, second, *_ = (str(names[0]) for names in namings)
             return (
-                f"arms and seeds: '{printable(logs[0].name)}' may be {first[0]} or {second[0]}; "
+                f"arms and seeds: '{printable(logs[0].name)}' may be {first} or {second}; "
                 "describe the names with --pattern"
             )
         if namings:
@@ -486,39 +485,40 @@ Evidence = list[tuple[str, list[int], list[list[str]]]]  # source, seeds, possib
 def _seed_evidence(logs: Sequence[Log]) -> Iterator[Evidence]:
     """Yield possible seeds by falling weight: named in names, settings, and other numbers of the names."""
     kinds = _kinds(logs)
-    split_names = [
-        re.split(f"({SEPARATORS})", name) for name in _shortened_names(logs)
-    ]  # words at 0, 2, 4...
+    # Words are at 0, 2, 4...
+    split_names = [re.split(f"({SEPARATORS})", name) for name in _shortened_names(logs)]
     shortest = min(map(len, split_names), default=0)
     by_weight: dict[int, Evidence] = {0: [], 1: [], 2: []}
     for position in (*range(-1, -shortest - 1, -2), *range(0, shortest, 2)):
-        places = [position % len(words) for words in split_names]
-        numbers = [_seed_word(words, place) for words, place in zip(split_names, places, strict=True)]
+        places = [(words, position % len(words)) for words in split_names]
+        numbers = [_seed_word(words, place) for words, place in places]
         if not all(numbers) or len({number[1].lower() for number in numbers if number}) > 1:
             continue
         seeds = [int(number[2]) for number in numbers if number]
-        arms = [_cut_word(words, place) for words, place in zip(split_names, places, strict=True)]
-        words_before = {
-            words[place - 2].lower() if place else ""
-            for words, place in zip(split_names, places, strict=True)
-        }
-        word = split_names[0][places[0]].lower()
+        words_before = {words[place - 2].lower() if place else "" for words, place in places}
+        word = split_names[0][places[0][1]].lower()
         weight = 0 if words_before == {"seed"} or word.startswith("s") else 1 if word.isdigit() else 2
+        arms = [_cut_word(words, place) for words, place in places]
         by_weight[weight].append((f"names such as {list_names([logs[0].name])}", seeds, [*kinds, arms]))
     yield by_weight[0]
-    keys = {key for log in logs for key in log.config or {} if key.rsplit(".", 1)[-1] in SEED_KEYS}
-    for key in sorted(keys, key=lambda key: (SEED_KEYS.index(key.rsplit(".", 1)[-1]), len(key), key)):
-        values = [(log.config or {}).get(key) for log in logs]
-        if all(type(value) is int and 0 <= value < SEED_LIMIT for value in values):
-            seeds = [int(value or 0) for value in values]
+    keys = {key for log in logs for key in log.config or {} if _last_part(key) in SEED_KEYS}
+    for key in sorted(keys, key=lambda key: (SEED_KEYS.index(_last_part(key)), len(key), key)):
+        seeds = [value for log in logs if _is_seed(value := (log.config or {}).get(key))]
+        if len(seeds) == len(logs):
             arm_keys = differing_settings(logs, seeds)
-            arms_by_setting = [
-                ",".join(f"{key}={(log.config or {}).get(key)}" for key in arm_keys) or "run" for log in logs
-            ]
-            arms_by_name_or_setting = [_arm_groups(logs), arms_by_setting]
-            yield [(f"{key} in the settings", seeds, arms_by_name_or_setting)]
+            arms = [",".join(f"{key}={(log.config or {}).get(key)}" for key in arm_keys) for log in logs]
+            arm_candidates = [_arm_groups(logs), [arm or "run" for arm in arms]]
+            yield [(f"{key} in the settings", seeds, arm_candidates)]
     yield by_weight[1]
     yield by_weight[2]
+
+
+def _last_part(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
+def _is_seed(value: object) -> TypeGuard[int]:
+    return type(value) is int and 0 <= value < SEED_LIMIT
 
 
 def _seed_word(words: Sequence[str], place: int) -> re.Match[str] | None:
@@ -571,7 +571,7 @@ def _cut_word(words: Sequence[str], place: int) -> str:
     start = place - 2 if place and words[place - 2].lower() == "seed" else place
     head, tail = words[: max(0, start)], words[place + 1 :]  # one of the separators between them remains
     words = [*head, *tail[1:]] if not head or head[-1] == "/" else [*head[:-1], *tail]
-    while len(words) > 2 and _is_uninformative(words[-1]):
+    while len(words) > 2 and _START_PART.fullmatch(words[-1]):
         words = words[:-2]
     return "".join(words).strip("/_-. =@,") or "run"
 
@@ -608,7 +608,7 @@ def differing_settings(logs: Sequence[Log], seeds: Sequence[int] | None = None) 
     configs = [log.config or {} for log in logs]
     differing_keys = []
     keys = {key for config in configs for key in config}
-    for key in sorted(key for key in keys if key.rsplit(".", 1)[-1] not in SEED_KEYS):
+    for key in sorted(key for key in keys if _last_part(key) not in SEED_KEYS):
         values = [repr(config.get(key)) for config in configs]
         groups = seeds or [0] * len(logs)
         varies_in_a_seed = len({*zip(groups, values, strict=True)}) > len({*groups})
@@ -637,19 +637,10 @@ def names_without_numbers(logs: Sequence[Log]) -> list[str]:
     cut_names = []
     for name in _shortened_names(logs):
         words = re.split(f"({SEPARATORS})", _START_NUMBER.sub("", name))
-        remaining = [
-            place
-            for place in range(0, len(words), 2)
-            if _is_decimal(words, place)
-            or not _is_uninformative(words[place], numbers=True)
-            or (place and words[place - 1] == "=" and not _RUN_COUNTS.fullmatch(words[place - 2]))
-        ]
-        cut_names.append(
-            "".join("".join(words[max(place - 1, 0) : place + 1]) for place in remaining).strip("/_-. =@,")
-        )
+        cut_name = ""
+        for place in range(0, len(words), 2):
+            is_setting = place and words[place - 1] == "=" and not _RUN_COUNTS.fullmatch(words[place - 2])
+            if is_setting or _is_decimal(words, place) or not _UNNAMED.fullmatch(words[place]):
+                cut_name += "".join(words[max(place - 1, 0) : place + 1])
+        cut_names.append(cut_name.strip("/_-. =@,"))
     return cut_names
-
-
-def _is_uninformative(word: str, numbers: bool = False) -> bool:
-    is_number = numbers and re.fullmatch(r"(seed|s|run|rep)?\d*", word, re.IGNORECASE)
-    return bool(is_number or re.fullmatch(START_PART, word))
