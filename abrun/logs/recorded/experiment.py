@@ -237,9 +237,7 @@ class RecordedExperiment:
     @property
     def axis(self) -> Axis:
         """Unit of the positions of the runs' series: steps, prompts, or one final score."""
-        for run in self.runs.values():
-            return run.axis
-        return "steps"
+        return next((run.axis for run in self.runs.values()), "steps")
 
     def arm(self, arm: str) -> dict[int, RecordedRun]:
         """Return the runs of an arm by seed, without A/A reruns."""
@@ -472,8 +470,7 @@ def resolve_claims(experiment: RecordedExperiment, claims: Sequence[Claim]) -> l
                     f"--claim: metric {claim.metric!r} is not recorded as numbers in any run: {unread[0]}"
                 )
             close_matches = difflib.get_close_matches(claim.metric, recorded_metrics, n=1)
-            close = close_matches[0] if close_matches else None
-            close_text = f"did you mean {close_matches[0] if close_matches else None!r}? " if close else ""
+            close_text = f"did you mean {close_matches[0]!r}? " if close_matches else ""
             raise ComparisonError(
                 f"--claim: metric {claim.metric!r} is not recorded in any run; {close_text}recorded: "
                 f"{list_names(list(recorded_metrics), 12)}"

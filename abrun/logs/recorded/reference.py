@@ -168,20 +168,17 @@ def _format_rows(rows: Sequence[Any]) -> str:
 
 def load_reference(path: Path) -> Reference:
     """Return the reference in a file. Raises ComparisonError if it is not one, or of another version."""
-    if not is_file(path):
-        if is_file(path / EXPERIMENT):
-            raise ComparisonError(
-                f"{path}: belongs to an experiment and is not a reference; make one from its runs: abrun "
-                f"reference save {shlex.quote(str(path))} --output reference.json"
-            )
-        problem = "not a file" if exists(path) else "no such file"
-        raise ComparisonError(f"reference: got {str(path)!r}, {problem}; make one with abrun reference save")
-    content = read_json(path)
-    if "recipe" in content:
+    is_folder = is_file(path / EXPERIMENT)
+    content = read_json(path) if is_file(path) else {}
+    if is_folder or "recipe" in content:
+        directory = shlex.quote(str(path if is_folder else path.parent))
         raise ComparisonError(
             f"{path}: belongs to an experiment and is not a reference; make one from its runs: abrun "
-            f"reference save {shlex.quote(str(path.parent))} --output reference.json"
+            f"reference save {directory} --output reference.json"
         )
+    if not is_file(path):
+        problem = "not a file" if exists(path) else "no such file"
+        raise ComparisonError(f"reference: got {str(path)!r}, {problem}; make one with abrun reference save")
     if content.get("schema_version") not in _READ_VERSIONS or "runs" not in content:
         version = shortened(content.get("schema_version"))
         raise ComparisonError(
