@@ -326,10 +326,10 @@ def make_reading(
     **fields: Any,
 ) -> "ReadingOptions":
     """Return the reading settings from the options that several commands share, and `fields`."""
-    from abrun.logs.readers import reader_problems
+    from abrun.logs.readers import load_readers
     from abrun.logs.recorded.sources import ReadingOptions
 
-    for problem in reader_problems():
+    for problem in load_readers()[1]:
         note(problem)
     return ReadingOptions(
         runs_dir=runs_dir,

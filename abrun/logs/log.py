@@ -90,20 +90,28 @@ def sanitize_log(log: Log) -> Log:
     """Return a log with all texts from files made safe to print."""
     return replace(
         log,
+        **sanitize_recording(log.recording_fields()),
         name=printable(log.name),
-        place=printable(log.place),
-        failure=display_safe(log.failure),
-        config=log.config and display_safe_tree(log.config),
-        environment=log.environment and display_safe_tree(log.environment),
-        metrics={display_safe(name): series for name, series in log.metrics.items()},
-        code=tuple(map(display_safe, log.code)),
-        job_type=printable(log.job_type) if log.job_type else None,
-        group=printable(log.group) if log.group else None,
-        guesses=tuple(printable(guess) for guess in log.guesses),
-        notes=tuple(printable(note) for note in log.notes),
-        unread={display_safe(name): display_safe(where) for name, where in log.unread.items()},
-        dropped={display_safe(name): steps for name, steps in log.dropped.items()},
+        job_type=log.job_type and printable(log.job_type),
+        group=log.group and printable(log.group),
+        guesses=tuple(map(printable, log.guesses)),
+        notes=tuple(map(printable, log.notes)),
     )
+
+
+def sanitize_recording(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a RunRecording with all texts from files made safe to print."""
+    return {
+        **fields,
+        "place": printable(fields["place"]),
+        "failure": display_safe(fields["failure"]),
+        "config": fields["config"] and display_safe_tree(fields["config"]),
+        "environment": fields["environment"] and display_safe_tree(fields["environment"]),
+        "metrics": {display_safe(name): series for name, series in fields["metrics"].items()},
+        "code": tuple(map(display_safe, fields["code"])),
+        "unread": {display_safe(name): display_safe(where) for name, where in fields["unread"].items()},
+        "dropped": {display_safe(name): steps for name, steps in fields["dropped"].items()},
+    }
 
 
 def collect_points(points: Mapping[str, Points]) -> tuple[dict[str, Series], list[str]]:

@@ -288,7 +288,7 @@ class InstalledReader(Format):
 
 
 @cache
-def _load_installed() -> tuple[tuple[InstalledReader, ...], list[str]]:
+def load_readers() -> tuple[tuple[InstalledReader, ...], list[str]]:
     """Return the installed readers, and the problems of those that cannot be loaded."""
     readers, problems = list[InstalledReader](), list[str]()
     for name, entry in installed(READERS).items():
@@ -310,16 +310,6 @@ def _load_installed() -> tuple[tuple[InstalledReader, ...], list[str]]:
     return tuple(readers), problems
 
 
-def installed_readers() -> tuple[InstalledReader, ...]:
-    """Return the installed readers, without those that cannot be loaded."""
-    return _load_installed()[0]
-
-
-def reader_problems() -> list[str]:
-    """Return a line for each installed reader that cannot be loaded."""
-    return _load_installed()[1]
-
-
 # By preference among formats with equally many runs; installed readers stand between them
 LOGS: tuple[Format, ...] = (AbrunRuns(), TensorBoard(), Wandb())
 OTHERS: tuple[Format, ...] = (
@@ -337,7 +327,8 @@ OTHERS: tuple[Format, ...] = (
 
 def all_formats() -> tuple[Format, ...]:
     """Return every format by preference. The fallbacks are the last."""
-    return (*LOGS, *installed_readers(), *OTHERS)
+    readers, _ = load_readers()
+    return (*LOGS, *readers, *OTHERS)
 
 
 def find_file_format(path: Path, *, own: bool = False) -> Format | None:
@@ -356,5 +347,6 @@ def _by_claim() -> tuple[Format, ...]:
 
 def find_folder_format(path: Path, names: Collection[str]) -> Format | None:
     """Return the format that claims a whole folder with entries of these names."""
-    by_claim = (LOGS[0], *installed_readers(), *LOGS[1:])
+    readers, _ = load_readers()
+    by_claim = (LOGS[0], *readers, *LOGS[1:])
     return next((form for form in by_claim if names and form.claims(path, names)), None)

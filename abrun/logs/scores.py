@@ -100,7 +100,7 @@ def read_scores(path: Path, name: str, table: Table) -> list[Log]:
 
 
 def _find_layout(table: Table) -> Layout | None:
-    """Return the columns of a table of scores; None if no column names a run, a benchmark or a prompt."""
+    """Return the columns of a table of scores; None if no column names a run or a benchmark."""
     columns = table.names()
     by_name = {column.strip().lower(): column for column in reversed(columns)}
 
@@ -130,7 +130,7 @@ def _find_layout(table: Table) -> Layout | None:
     benchmarks = tuple(column for column in named_by if column is not None and column not in keys.values())
     if all(_has_only_numbers(table, column) for column in benchmarks):
         benchmarks = ()
-    if not keys and (step or score is None or not (benchmarks or prompt)):
+    if not keys and (step or prompt or score is None or not benchmarks):
         return None
     samples = {by_name[column] for column in COLUMNS["sample"] if column in by_name} if prompt else set()
     ignored = {*keys.values(), *benchmarks, *samples, *filter(None, (prompt, step))}

@@ -291,18 +291,18 @@ def test_an_odd_table_beside_good_ones_is_left_aside_with_a_line(tmp_path: Path,
     for seed in (0, 1, 2):
         run = tmp_path / f"seed_{seed}"
         written(run / "progress.csv", table(ROWS).replace("step,", "time/iterations,"))
-        written(run / "0.monitor.csv", '#{"t_start": 1.5, "env_id": "E"}\nr,l,t\n1.5,20,3\n')
+        written(run / "0.episodes.csv", '#{"t_start": 1.5, "env_id": "E"}\nr,l,t\n1.5,20,3\n')
         written(run / "ragged.csv", "a,b\n1\n2,3,4\n")
         written(run / "empty.csv", "")
         written(run / "garbage.csv", b"\x81\x82\x00")
     logs = read_logs(str(tmp_path), step_column="time/iterations")
     assert [log.name for log in logs] == [f"seed_{seed}/progress.csv" for seed in (0, 1, 2)]
     said = guesses(logs)
-    for name in ("0.monitor.csv:", "ragged.csv, line 2:", "empty.csv:", "garbage.csv:"):
+    for name in ("0.episodes.csv:", "ragged.csv, line 2:", "empty.csv:", "garbage.csv:"):
         assert f"ignored: {tmp_path}/seed_0/{name} " in said
     assert said.count("(and 2 more ") == 4
     with snapshot.refused(StoreError):
-        read_logs(str(tmp_path / "seed_0" / "0.monitor.csv"), step_column="time/iterations")
+        read_logs(str(tmp_path / "seed_0" / "0.episodes.csv"), step_column="time/iterations")
 
 
 def test_a_damaged_table_that_is_called_like_the_runs_is_a_run_that_cannot_be_read(
