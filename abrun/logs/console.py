@@ -27,6 +27,7 @@ from abrun.logs.log import Log
 from abrun.logs.naming import SEED_LIMIT
 from abrun.logs.rows import STEP_COLUMNS, flat_cells
 from abrun.logs.tables import log_from_table, name_as_logged, path_text
+from abrun.logs.words import find_columns
 from abrun.runs.redaction import printable
 
 MAX_BYTES = 1 << 28
@@ -216,9 +217,8 @@ def _parse_dictionary(content: _Content, text: str) -> dict[str, Cell]:
     if not isinstance(row, dict):
         return {}
     cells = dict(flat_cells(row))
-    names = {name.lower(): name for name in reversed(cells)}
-    steps = (names[column] for column in STEPS_BY_KEY if column in names)
-    step = next((cells.pop(name) for name in steps if as_step(cells[name]) is not None), None)
+    steps = (name for name in find_columns(cells, STEPS_BY_KEY) if as_step(cells[name]) is not None)
+    step = next(map(cells.pop, steps), None)
     if step is None:
         step = _parse_pairs(_Content(), text[: start.start()]).get(STEP)
     content.has_dictionaries = True

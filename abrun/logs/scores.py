@@ -31,7 +31,7 @@ from abrun.logs.tables import (
     log_from_table,
     name_log,
 )
-from abrun.logs.words import COLUMNS
+from abrun.logs.words import COLUMNS, find_columns
 from abrun.runs.redaction import list_names, printable
 from abrun.stats.series import Series
 
@@ -102,10 +102,9 @@ def read_scores(path: Path, name: str, table: Table) -> list[Log]:
 def _find_layout(table: Table) -> Layout | None:
     """Return the columns of a table of scores; None if no column names a run or a benchmark."""
     columns = table.names()
-    by_name = {column.strip().lower(): column for column in reversed(columns)}
 
-    def find_column(names: Sequence[str]) -> str | None:
-        return next((by_name[name] for name in names if name in by_name), None)
+    def find_column(words: Sequence[str]) -> str | None:
+        return next(iter(find_columns(columns, words)), None)
 
     # `best` and `last` are evaluations of one run
     evaluated = find_column(["checkpoint"])
@@ -132,7 +131,7 @@ def _find_layout(table: Table) -> Layout | None:
         benchmarks = ()
     if not keys and (step or prompt or score is None or not benchmarks):
         return None
-    samples = {by_name[column] for column in COLUMNS["sample"] if column in by_name} if prompt else set()
+    samples = find_columns(columns, COLUMNS["sample"]) if prompt else []
     ignored = {*keys.values(), *benchmarks, *samples, *filter(None, (prompt, step))}
     return Layout(
         keys=keys,

@@ -28,7 +28,7 @@ from abrun.logs.golden_values import SERIES, series_table
 from abrun.logs.log import NOTHING_RECORDED, Log, missing_package_error
 from abrun.logs.naming import SEED_LIMIT, strip_suffix
 from abrun.logs.rows import STEP_COLUMNS, check_number_of_metrics, flat_cells, series_of_table
-from abrun.logs.words import COLUMNS
+from abrun.logs.words import COLUMNS, find_columns
 from abrun.runs.layout import RunName
 from abrun.runs.lines import LineParser, damaged_line_error
 from abrun.runs.redaction import list_names, printable
@@ -75,12 +75,9 @@ def find_key_columns(
 
     A `name` column next to `value` names metrics, unless all its values name seeds.
     """
-    columns = {name.strip().lower(): name for name in reversed(names)}
     kinds = {"arm": arm_columns, "run": RUN_COLUMNS, "seed": SEED_COLUMNS}
     key_columns = {
-        kind: next(columns[name] for name in kind_names if name in columns)
-        for kind, kind_names in kinds.items()
-        if any(name in columns for name in kind_names)
+        kind: columns[0] for kind, words in kinds.items() if (columns := find_columns(names, words))
     }
     metric, _ = find_long_names(names)
     if metric and not (
