@@ -36,7 +36,7 @@ MAX_LINE_CHARACTERS = 1 << 16  # a longer line is no row of metrics
 MAX_WORDS = 6  # of a key: "elapsed time per iteration (ms)"
 MIN_ROWS = 2
 STEP, EPOCH = "step", "epoch"
-STEPS_BY_KEY = (*(name for name in STEP_COLUMNS if name != "steps"), "num_updates")  # "steps" are a total
+STEPS_BY_KEY = tuple(name for name in STEP_COLUMNS if name != "steps")  # these are a total
 STEP_WORDS = {*STEPS_BY_KEY, "it", "itr"}
 NO_STEP_AFTER = {"per", "of", "max", "each", "every"}  # "number of nan iterations: 0"
 MAY_HAVE_STEP = re.compile("step|it[er]|epoch|update|^s:|^[|│┃]".encode(), re.IGNORECASE)

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 from abrun.errors import AbrunError, StoreError
 from abrun.logs.console import read_console
 from abrun.logs.exports import read_csv, read_json, read_parquet
-from abrun.logs.foreign.files import Folder, find_companion, open_file
-from abrun.logs.foreign.values import Points
+from abrun.logs.foreign.files import Folder, find_companion, open_file, read_file
+from abrun.logs.foreign.values import Points, parse_json
 from abrun.logs.golden_values import SERIES
 from abrun.logs.lm_eval import SAMPLES_FILE, TOTALS_FILE, read_samples, read_totals
 from abrun.logs.log import Log, LogStatus, collect_points
@@ -32,6 +32,8 @@ from abrun.runs.redaction import printable
 TRAINER_STATE = "trainer_state.json"
 CHECKPOINT = r"checkpoint-(\d+)"
 JSON_LIST = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")
+JSON_LINES = re.compile(rb'(\xef\xbb\xbf)?\s*\{[^\n]*\}\s*\n\s*\{\s*"')  # detectron2, mmengine, RLlib
+MAX_RESULT_BYTES = 1 << 20
 # Names of files with completions, prompts and evaluations, which trainers write next to their logs.
 DUMP_FILE = re.compile(
     r"(completions|generated_predictions|predict|traces|eval_results|table)(_\d+)?|(train|val)_data_step\d+"
@@ -202,6 +204,15 @@ class TrainerResults(Format):
     name, is_one_run, is_fallback, is_incidental = "trainer_results", True, True, True
     file_name = re.compile(r"(all|train|eval|test|predict)_results\.json")
 
+    def find(self, folder: Folder, files: Sequence[Path]) -> Places:
+        contents = {file: parse_json(read_file(file, MAX_RESULT_BYTES)) for file in files}
+        flat = [
+            file
+            for file, content in contents.items()
+            if isinstance(content, dict) and any(isinstance(value, float) for value in content.values())
+        ]
+        yield from super().find(folder, flat)
+
     def read(self, run: RunFiles, step_column: str | None, *, one_run: bool = False) -> list[Log]:
         return [read_results(run.files, run.name)]
 
@@ -246,10 +257,10 @@ class TableFormat(Format):
 def _holds_json_rows(path: Path) -> bool:
     try:
         with open_file(path) as file:
-            start = file.read(1024)
+            start = file.read(1 << 16)
     except StoreError:
         return False
-    return start.startswith(b"\x1f\x8b") or any(kind.match(start) for kind in (JSON_LIST, SERIES))
+    return start.startswith(b"\x1f\x8b") or any(kind.match(start) for kind in (JSON_LIST, JSON_LINES, SERIES))
 
 
 # --- installed readers ---

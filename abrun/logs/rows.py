@@ -35,6 +35,8 @@ MAX_METRICS = 100_000
 MAX_ROW_CHARACTERS = 1 << 25  # of the names in one row
 # Text that was meant to be a number (with a unit, a total or a decimal comma), but not a date or a name.
 NUMBER_LIKE = re.compile(r"[-+]?[\d.,' ]*\d(e[-+]?\d+)?(/\d+)?\s*[^\W\d_]{0,3}%?", re.IGNORECASE)
+# Columns that may count steps under another name, such as `time/iterations` or `learner_steps`
+COUNTER = re.compile(r"(.*[_/. ])?((time)?steps?|iterations?|updates?|episodes?|epochs?)", re.IGNORECASE)
 SCORES_HINT = ", or give final scores one row per run, with columns 'arm' and 'seed'"
 FIX_STEP = "write a whole number, or name another column with --step-column"
 
@@ -122,7 +124,9 @@ def series_of_table(table: Table, step_column: str | None) -> TableMetrics:
     if not names:
         return TableMetrics(unread=unread)
     check_number_of_metrics(len(names), place)
-    column = step_column if step_column is not None else _find_step_column(numbers, is_filled, names, texts)
+    usual = step_column if step_column is not None else _find_step_column(numbers, is_filled, names, texts)
+    column = usual if usual is not None else _find_counter(numbers, is_filled)
+    guesses = [] if column == usual else [f"no step has its usual name: read from {printable(column or '')}"]
     step_rows, step_values = numbers.get(column or "", _NO_NUMBERS)
     steps = np.full(len(table), np.nan)
     steps[step_rows] = step_values
@@ -163,7 +167,7 @@ def series_of_table(table: Table, step_column: str | None) -> TableMetrics:
         unread=unread,
         dropped=_dropped_steps(numbers, texts, steps),
         config=constant_config(table),
-        guesses=[processes.guess] if processes else [],
+        guesses=[*guesses, *([processes.guess] if processes else [])],
     )
 
 
@@ -344,6 +348,15 @@ def _find_step_column(
         return name != "_step" and num_decreases > 1 and 2 * num_steps[name] <= max_steps
 
     return next((name for name in fullest if not is_epoch_counter(name)), None)
+
+
+def _find_counter(numbers: Mapping[str, Numbers], is_filled: NDArray[np.bool_]) -> str | None:
+    """Return the first column that is called like a counter and counts up with every row."""
+    for name, (rows, values) in numbers.items():
+        is_whole = (values % 1 == 0).all() and len(rows) == is_filled.sum() > 1
+        if COUNTER.fullmatch(name) and is_whole and (np.diff(values) > 0).all():
+            return name
+    return None
 
 
 def check_number_of_metrics(number: int, place: str) -> None:

@@ -371,6 +371,32 @@ def test_ray_tune(tmp_path: Path) -> None:
     assert log.config == {"seed": 7, "env": "Cart"}
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "metric", "counter"),
+    [
+        ("training.csv", "epoch,loss,val_loss\n0,2.5,3\n1,2.0,2.5\n", "val_loss", "epoch"),  # Keras
+        ("results.csv", "   epoch,  metrics/mAP50(B)\n  1,  0.5\n  2,  0.6\n", "metrics/mAP50(B)", "epoch"),
+        ("progress.csv", "a,time/iterations,time/total_timesteps\n1,1,64\n2,2,128\n", "a", "time/iterations"),
+        ("logs.csv", "learner_steps,learner_walltime,loss\n10,1.5,2\n20,2.5,1\n", "loss", "learner_steps"),
+        ("reward.csv", "0,0.5\n10,0.6\n", "reward", ""),  # torchrl
+        ("metrics.json", '{"iteration": 19, "loss": 2}\n{"iteration": 39, "loss": 1}\n', "loss", ""),
+        ("log.txt", '{"update": 0.5, "num_updates": 100, "loss": "2"}\n' * 2, "loss", ""),  # fairseq
+    ],
+)
+def test_steps_of_other_programs(tmp_path: Path, name: str, content: str, metric: str, counter: str) -> None:
+    log = one(written(tmp_path / name, content).parent)
+    assert len(log.metrics[metric]) == (1 if "txt" in name else 2)
+    assert (f"no step has its usual name: read from {counter}" in log.guesses) == bool(counter)
+
+
+@pytest.mark.parametrize(
+    "content", ["epoch,loss\n1,2\n1,1\n", "epoch,loss\n0.5,2\n1,1\n", "hours,loss\n1,2\n2,1\n"]
+)
+def test_what_does_not_count_up_is_no_step(tmp_path: Path, content: str) -> None:
+    with pytest.raises(StoreError, match="no column has the step"):
+        one(written(tmp_path / "a.csv", content))
+
+
 # --- what is not read, and names ---
 
 
