@@ -13,8 +13,8 @@ from abrun.logs.foreign.files import MAX_LINE, TextFile
 from abrun.logs.foreign.values import (
     DOT_GROUPED,
     MAX_NAME_CHARACTERS,
+    as_number,
     is_number_with_comma,
-    parse_number,
     shorten_cell,
 )
 from abrun.logs.log import Log
@@ -151,7 +151,7 @@ class _CsvReader:
             rows = [cells for cells in rows if cells]
         if rows and not self.header:
             check_number_of_metrics(len(rows[0]), path_text(self.path))
-            is_headless = len(rows[0]) == 2 and all(map(_is_number, rows[0]))
+            is_headless = len(rows[0]) == 2 and None not in map(as_number, rows[0])
             self.first_header = ["step", strip_suffix(self.path.name)] if is_headless else rows[0]
             self.header = _name_columns(self.first_header)
             self.columns = [ColumnBuilder() for _ in self.header]
@@ -224,13 +224,6 @@ def _name_columns(names: Sequence[str]) -> list[str]:
         (name if len(name) <= MAX_NAME_CHARACTERS else shorten_cell(name)) or f"{UNNAMED}{place}"
         for place, name in enumerate(stripped)
     ]
-
-
-def _is_number(text: str) -> bool:
-    try:
-        return parse_number(text.strip()) is not None
-    except ValueError:
-        return False
 
 
 def _is_header(cells: Sequence[str], header: Sequence[str]) -> bool:

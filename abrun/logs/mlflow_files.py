@@ -74,10 +74,12 @@ def _read_run_folder(folder: Path) -> list[Log]:
         return []
     links: list[str] = []
     points = {name: _parse_points(path) for name, path in _files_below(folder, "metrics", links)}
-    params, tags = (
-        {name: _read_text(path) for name, path in _files_below(folder, kind, links)}
-        for kind in ("params", "tags")
-    )
+    texts: dict[str, dict[str, str]] = {"params": {}, "tags": {}}
+    for kind, texts_by_name in texts.items():
+        for name, path in _files_below(folder, kind, links):
+            with open_file(path) as file:
+                texts_by_name[name] = (as_text(file.read(4 * MAX_CHARACTERS)) or "").strip()
+    params, tags = texts.values()
     experiment_meta = find_companion(folder.parent, META)
     experiment = as_name(_read_meta(experiment_meta).get("name")) if experiment_meta else None
     status = meta.get("status")
@@ -179,11 +181,6 @@ def _files_below(run: Path, kind: str, links: list[str]) -> Iterator[tuple[str, 
     for folder in walk(top) if path_kind(top) == "folder" else ():
         links += (link.relative_to(run).as_posix() for link in folder.outside)
         yield from ((path.relative_to(top).as_posix(), path) for path in folder.files)
-
-
-def _read_text(path: Path) -> str:
-    with open_file(path) as file:
-        return (as_text(file.read(4 * MAX_CHARACTERS)) or "").strip()
 
 
 def _parse_points(path: Path) -> Points:

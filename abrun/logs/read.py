@@ -99,7 +99,11 @@ def read_logs(
         logs = add_settings(logs, path)
         logs = [*(replace(log, guesses=(*log.guesses, *ignored)) for log in logs), *excluded]
         if group is not None:
-            logs = _select_group(logs, group, source)
+            logs, groups = [log for log in logs if log.group == group], {log.group for log in logs}
+            if not logs:
+                available = f"available: {list_names(sorted(filter(None, groups)))}"
+                available = available if any(groups) else "these runs have no groups"
+                raise StoreError(f"{printable(source)}: --group: got '{printable(group)}'; {available}")
         return sorted((sanitize_log(log) for log in logs), key=lambda log: _natural_key(log.name))
 
 
@@ -378,15 +382,6 @@ def _name_without_digits(run: RunFiles) -> str:
 
 def _without_digits(name: str) -> str:
     return re.sub(r"\d+", "0", strip_suffix(name))
-
-
-def _select_group(logs: Sequence[Log], group: str, source: str) -> list[Log]:
-    selected = [log for log in logs if log.group == group]
-    if not selected:
-        groups = sorted({log.group for log in logs if log.group})
-        available = f"available: {list_names(groups)}" if groups else "these runs have no groups"
-        raise StoreError(f"{printable(source)}: --group: got '{printable(group)}'; {available}")
-    return selected
 
 
 def _start_key(file: Path) -> tuple[str, str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from abrun.errors import StoreError
-from abrun.logs.foreign.columns import Cells, Table, TableBuilder
+from abrun.logs.foreign.columns import NO_CELLS, Cells, Table, TableBuilder
 from abrun.logs.foreign.values import shorten_cell
 from abrun.logs.log import Log
 from abrun.logs.naming import EVALUATED
@@ -127,7 +127,8 @@ def _find_layout(table: Table) -> Layout | None:
     named_by = [evaluated, *(find_column([column]) for column in BENCHMARK_COLUMNS)]
     named_by += [metric] if score is not None and metric not in keys.values() else []
     benchmarks = tuple(column for column in named_by if column is not None and column not in keys.values())
-    if all(_has_only_numbers(table, column) for column in benchmarks):
+    filled = [table.columns.get(name, NO_CELLS) for name in benchmarks]
+    if all(column.all_texts is None and len(column) == len(table) for column in filled):  # numbers alone
         benchmarks = ()
     if not keys and (step or prompt or score is None or not benchmarks):
         return None
@@ -141,11 +142,6 @@ def _find_layout(table: Table) -> Layout | None:
         step=step,
         ignored=frozenset(ignored),
     )
-
-
-def _has_only_numbers(table: Table, name: str) -> bool:
-    column = table.columns.get(name)
-    return column is not None and column.all_texts is None and len(column) == len(table)
 
 
 def _is_one_row_per_run(layout: Layout, table: Table, num_runs: int) -> bool:

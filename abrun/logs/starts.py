@@ -64,7 +64,8 @@ def merge_continued_starts(logs: Sequence[Log], run: str) -> Log | None:
         return None
     for spans in _step_spans(logs):
         order = sorted(range(len(logs)), key=spans.__getitem__)
-        if _are_continuous([spans[index] for index in order]):
+        pairs = pairwise(spans[index] for index in order)
+        if all(start < next_start and end < next_end for (start, end), (next_start, next_end) in pairs):
             return _merge_logs([logs[index] for index in order], run, sorted(spans))
     return None
 
@@ -140,10 +141,6 @@ def _step_spans(logs: Sequence[Log]) -> Iterator[list[tuple[int, int]]]:
     for metric in sorted(shared, key=lambda metric: -sum(len(log.metrics[metric]) for log in logs)):
         steps = [log.metrics[metric].steps for log in logs]
         yield [(int(log_steps[0]), int(log_steps[-1])) for log_steps in steps]
-
-
-def _are_continuous(spans: Sequence[tuple[int, int]]) -> bool:
-    return all(a[0] < b[0] and a[1] < b[1] for a, b in pairwise(spans))
 
 
 def _is_superseded(index: int, spans: Sequence[tuple[int, int]], logs: Sequence[Log]) -> bool:

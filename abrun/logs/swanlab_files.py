@@ -89,14 +89,19 @@ def read(path: Path, name: str, step_column: str | None) -> list[Log]:
     start, has_started = contents.start, bool(contents.start)
     status: LogStatus = STATES.get(contents.state, "unknown") if has_started else "unknown"
     notes += [NO_EXIT_NOTE] * (status == "running") + [NOTHING_RECORDED] * (not has_started)
+    config = _read_config(path.parent, notes)
+    metadata = read_companion(path.parent, "files", "swanlab-metadata.json", notes=notes)
+    runtime = as_mapping(as_mapping(parse_json(metadata or b"")).get("runtime"))
+    known = {"python": runtime.get("python_version"), "host": runtime.get("hostname")}
+    environment = parse_environment(known, read_requirements(path.parent, notes))
     log = Log(
         name="/".join(filter(None, [start.get("project"), start.get("name") or name])),
         place=place,
         metrics=metrics,
         status=status,
         failure=(contents.error or "it crashed or was aborted") if status == "failed" else "",
-        config=_read_config(path.parent, notes) or None,
-        environment=_read_environment(path.parent, notes) or None,
+        config=config or None,
+        environment=environment or None,
         group=start.get("group") or None,
         job_type=start.get("job_type") or None,
         run_id=start.get("id") or None,
@@ -169,10 +174,3 @@ def _read_config(folder: Path, notes: list[str]) -> dict[str, Any]:
             for key, entry in entries.items()
         }
     )
-
-
-def _read_environment(folder: Path, notes: list[str]) -> dict[str, Any]:
-    content = read_companion(folder, "files", "swanlab-metadata.json", notes=notes)
-    runtime = as_mapping(as_mapping(parse_json(content or b"")).get("runtime"))
-    known = {"python": runtime.get("python_version"), "host": runtime.get("hostname")}
-    return parse_environment(known, read_requirements(folder, notes))

@@ -22,22 +22,15 @@ from abrun.logs.rows import check_number_of_metrics, check_step
 from abrun.runs.redaction import printable
 
 EVENT_FILE_PREFIX = "events.out.tfevents"
+ARGUMENTS = "args/text_summary"  # of transformers' Trainer, as JSON
 HEADER, FOOTER = 12, 4  # bytes
 # DataType of tensor.proto -> dtype of a tensor's bytes, and the field of numbers used without bytes.
 # (bfloat16 and 8-bit floats are not read.)
+_TYPES = "1 <f4 float  2 <f8 double  3 <i4 int  4 u1 int  5 <i2 int  6 i1 int  9 <i8 int64  17 <u2 int"
+_TYPES += "  19 <f2 half  22 <u4 uint32  23 <u8 uint64"
 TENSOR_TYPES = {
-    **{
-        1: (np.dtype("<f4"), "float_val"),
-        2: (np.dtype("<f8"), "double_val"),
-        3: (np.dtype("<i4"), "int_val"),
-    },
-    **{4: (np.dtype("u1"), "int_val"), 5: (np.dtype("<i2"), "int_val"), 6: (np.dtype("i1"), "int_val")},
-    **{
-        9: (np.dtype("<i8"), "int64_val"),
-        17: (np.dtype("<u2"), "int_val"),
-        19: (np.dtype("<f2"), "half_val"),
-    },
-    **{22: (np.dtype("<u4"), "uint32_val"), 23: (np.dtype("<u8"), "uint64_val")},
+    int(number): (np.dtype(content), f"{field}_val")
+    for number, content, field in (kind.split() for kind in _TYPES.split("  "))
 }
 TIMESTAMP = re.compile(rf"{re.escape(EVENT_FILE_PREFIX)}\.(\d+)")
 
@@ -57,7 +50,9 @@ def read_event_files(files: Sequence[Path], name: str, place: Path) -> Log:
             for value in event.summary.value:
                 number = _read_scalar(value) if len(value.tag) <= MAX_NAME_CHARACTERS else None
                 if number is None:
-                    config.update(_read_arguments(value) or _read_hparams(value))
+                    if value.tag == ARGUMENTS and value.tensor.string_val:
+                        config.update(as_config(parse_json(value.tensor.string_val[0])))
+                    config.update(_read_hparams(value))
                 else:
                     check_step(event.step, file_text, value.tag)
                     is_restart = is_restart or event.step <= first_steps.get(value.tag, -1)
@@ -147,13 +142,6 @@ def _read_scalar(value: Any) -> float | None:
     if values == "half_val":  # bits of float16 values
         return float(np.array(repeated, np.uint16).view(np.float16)[0])
     return float(repeated[0])
-
-
-def _read_arguments(value: Any) -> dict[str, Any]:
-    """Return the arguments that transformers' Trainer writes as JSON text."""
-    if value.tag != "args/text_summary" or not value.tensor.string_val:
-        return {}
-    return as_config(parse_json(value.tensor.string_val[0]))
 
 
 def _read_hparams(value: Any) -> dict[str, Any]:

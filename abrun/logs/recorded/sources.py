@@ -178,6 +178,8 @@ def build_foreign_experiment(sources: Sources, reading: ReadingOptions) -> Recor
     _refuse_without_numbers(by_name, arms)
 
     by_name = _mark_diverged(by_name)
+    ((_, source), *others) = sources.named_sources
+    title = "-vs-".join(arms) if others else arm_from_source(source)
     ordered = sorted(by_name, key=lambda run: (run.seed, arms.index(run.arm), run.rerun))
     guessed = [
         *(Code.LOG_READ_AS(guess=text) for log in by_name.values() for text in log.guesses),
@@ -186,7 +188,7 @@ def build_foreign_experiment(sources: Sources, reading: ReadingOptions) -> Recor
         *(Code.LOG_READ_AS(guess=text) for text in renamed.guessed),
     ]
     return RecordedExperiment(
-        name=_experiment_name(sources.named_sources, arms),
+        name=re.sub(r"[^A-Za-z0-9._-]+", "-", title).strip("-.")[:100] or "comparison",
         arms=arms,
         compare=Compare(paired=paired),
         runs={run: _make_run(run, by_name[run], seed_is_unknown=not naming.seeds_known) for run in ordered},
@@ -332,12 +334,6 @@ def _leave_out_other_reruns(
             "leave this one out with --exclude"
         )
     return remaining, [Code.RERUNS_LEFT_OUT(runs=[str(run) for run in reruns])] if reruns else []
-
-
-def _experiment_name(sources: Sequence[tuple[str | None, str]], arms: Sequence[str]) -> str:
-    """Return an experiment name that is valid as a folder name."""
-    text = arm_from_source(sources[0][1]) if len(sources) == 1 else "-vs-".join(arms)
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-.")[:100] or "comparison"
 
 
 def share_prompts(logs: Mapping[RunName, Log]) -> tuple[dict[RunName, Log], list[Reason]]:
