@@ -132,7 +132,6 @@ def _read_trl(path: Path) -> Iterator[Sample]:
 
 
 def _conversation_text(value: Any) -> str:
-    """Return a text, joining the messages of a conversation."""
     if isinstance(value, list):
         return "\n".join(
             str(message.get("content", "")) if isinstance(message, dict) else str(message)

@@ -267,7 +267,6 @@ def _number_table(path: Path, content: _Content) -> Table:
 
 
 def _metric_table(path: Path, content: _Content) -> tuple[Table, str]:
-    """Return the table of a file's rows, and what its steps are if no line has one."""
     rows, guess = content.rows, ""
     if not any(STEP in cells for _, cells in rows):
         rows, guess = _number_rows(rows)

@@ -173,7 +173,6 @@ def _read_meta(path: Path) -> dict[str, Any]:
 
 
 def _files_below(run: Path, kind: str, links: list[str]) -> Iterator[tuple[str, Path]]:
-    """Yield the files in a run's folder of metrics, parameters or tags, with their names."""
     top = run / kind
     if top.is_symlink():
         links.append(kind)

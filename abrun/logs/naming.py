@@ -215,7 +215,6 @@ def _name_by_seeds(logs: Sequence[Log], arms: Sequence[str], *, unpaired: bool) 
 
 
 def _number_runs(arms: Sequence[str]) -> list[RunName]:
-    """Number the runs of each arm from 0, in the order of the logs."""
     return [RunName(arm=arm, seed=arms[:index].count(arm)) for index, arm in enumerate(arms)]
 
 

@@ -161,7 +161,6 @@ def _leave_out_copies(logs: Sequence[Log]) -> list[Log]:
 
 
 def _holds(log: Log, copy: Log) -> bool:
-    """Return True if a log has all points of another."""
     return bool(copy.metrics) and all(
         name in log.metrics
         and np.isin(series.steps, log.metrics[name].steps).all()

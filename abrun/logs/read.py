@@ -210,7 +210,6 @@ def _way_to_table(names: Sequence[str]) -> str:
 
 
 def _find_in_folder(top: Path) -> Findings:
-    """Return the runs in a folder and its subfolders."""
     findings, runs_below = Findings(), list[RunFiles]()
     for folder in walk(top):
         folder.folders[:] = [entry for entry in folder.folders if not entry.name.startswith(".")]

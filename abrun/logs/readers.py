@@ -15,8 +15,8 @@ from typing import Any, Protocol
 from abrun.errors import AbrunError, StoreError
 from abrun.logs.console import read_console
 from abrun.logs.exports import read_csv, read_json, read_parquet
-from abrun.logs.foreign.files import Folder, find_companion, open_file, read_file
-from abrun.logs.foreign.values import Points, parse_json
+from abrun.logs.foreign.files import Folder, find_companion, open_file, read_companion
+from abrun.logs.foreign.values import Points, as_mapping, parse_json
 from abrun.logs.golden_values import SERIES
 from abrun.logs.lm_eval import SAMPLES_FILE, TOTALS_FILE, read_samples, read_totals
 from abrun.logs.log import Log, LogStatus, collect_points
@@ -205,12 +205,11 @@ class TrainerResults(Format):
     file_name = re.compile(r"(all|train|eval|test|predict)_results\.json")
 
     def find(self, folder: Folder, files: Sequence[Path]) -> Places:
-        contents = {file: parse_json(read_file(file, MAX_RESULT_BYTES)) for file in files}
-        flat = [
-            file
-            for file, content in contents.items()
-            if isinstance(content, dict) and any(isinstance(value, float) for value in content.values())
-        ]
+        flat = []
+        for file in files:
+            content = read_companion(folder.path, file.name, notes=[], max_bytes=MAX_RESULT_BYTES)
+            values = as_mapping(parse_json(content or b"")).values()
+            flat += [file] * any(isinstance(value, float) for value in values)
         yield from super().find(folder, flat)
 
     def read(self, run: RunFiles, step_column: str | None, *, one_run: bool = False) -> list[Log]:

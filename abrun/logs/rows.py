@@ -190,7 +190,6 @@ def _build_metrics(
 
 
 def _describe_texts(table: Table, texts: Mapping[str, tuple[Rows, list[str]]]) -> dict[str, str]:
-    """Return by column where its first text stands, and the fix."""
     return {
         name: describe_text_cell(table.place, table.describe_row(rows[0]), name, cell_texts[0])
         for name, (rows, cell_texts) in texts.items()
@@ -259,7 +258,6 @@ def _refuse_unreadable_steps(
 def _text_notes(
     table: Table, texts: Mapping[str, tuple[Rows, list[str]]], metrics: Mapping[str, Series]
 ) -> Iterator[str]:
-    """Yield notes on columns whose texts were meant to be numbers."""
     for name, (rows, cell_texts) in texts.items():
         first_text, plural = cell_texts[0], "s" * (len(cell_texts) > 1)
         if name in NON_METRIC_COLUMNS or not (name in metrics or NUMBER_LIKE.fullmatch(first_text.strip())):

@@ -125,12 +125,13 @@ def _find_layout(table: Table) -> Layout | None:
         return None
     score, metric = find_column(SCORE_COLUMNS), find_column(METRIC_COLUMNS)
     named_by = [evaluated, *(find_column([column]) for column in BENCHMARK_COLUMNS)]
+    has_benchmark = any(named_by)
     named_by += [metric] if score is not None and metric not in keys.values() else []
     benchmarks = tuple(column for column in named_by if column is not None and column not in keys.values())
     filled = [table.columns.get(name, NO_CELLS) for name in benchmarks]
     if all(column.all_texts is None and len(column) == len(table) for column in filled):  # numbers alone
         benchmarks = ()
-    if not keys and (step or prompt or score is None or not benchmarks):
+    if not keys and (step or prompt or score is None or not (has_benchmark and benchmarks)):
         return None
     samples = find_columns(columns, COLUMNS["sample"]) if prompt else []
     ignored = {*keys.values(), *benchmarks, *samples, *filter(None, (prompt, step))}
@@ -157,7 +158,6 @@ def _is_one_row_per_run(layout: Layout, table: Table, num_runs: int) -> bool:
 
 
 def _read_final_scores(path: Path, name: str, layout: Layout, run: Sequence[str], table: Table) -> Log:
-    """Return one run of a table of final scores: each metric has one value, at step 0."""
     scores: dict[str, float | str] = {}
     first_line: dict[str, int] = {}
     for line, row in table.iterate():

@@ -155,7 +155,6 @@ def _is_superseded(index: int, spans: Sequence[tuple[int, int]], logs: Sequence[
 
 
 def _run_identity(log: Log) -> object:
-    """Return the properties that all starts of one run share."""
     config: Mapping[str, Any] = log.config or {}
     settings = {
         key: without_times(value) if isinstance(value, str) else value

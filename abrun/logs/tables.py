@@ -277,7 +277,6 @@ def find_long_names(names: Iterable[str]) -> tuple[str, str]:
 
 
 def _find_by_last_part(names: Iterable[str], words: Sequence[str]) -> str | None:
-    """Return the column whose last path part is the first of `words` that occurs."""
     names_by_last_part = {name.rpartition("/")[2].lower(): name for name in names}
     return next((names_by_last_part[word] for word in words if word in names_by_last_part), None)
 

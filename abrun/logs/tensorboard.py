@@ -162,7 +162,6 @@ def _read_hparams(value: Any) -> dict[str, Any]:
 
 
 def _has_valid_crc(record: bytes) -> bool:
-    """Return True if the bytes match the masked CRC-32C in the last 4 of them."""
     crc = google_crc32c.value(record[:-FOOTER])
     masked = (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF  # masked CRC of the TFRecord format
     return masked == struct.unpack_from("<I", record, len(record) - FOOTER)[0]

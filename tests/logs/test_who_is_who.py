@@ -200,6 +200,9 @@ def test_results_beside_checkpoints_and_models_of_transformers_are_read(tmp_path
             results = {"epoch": 2.0, "eval_loss": 0.5 + shift, "train_loss": 0.25}
             (folder / "all_results.json").write_text(json.dumps(results))
             (folder / "eval_results.json").write_text('{"eval_loss": 9.0}')
+            (folder / "test_results.json").write_text(
+                '{"problem": [' + "1," * (1 << 20) + "1]}"
+            )  # no metrics
     curves = opened(tmp_path / "checkpoints")
     assert names(curves) == {"new": [0], "old": [0]}
     losses = [run.metrics["validation/loss"] for name, run in curves.runs.items() if name.arm == "old"]

@@ -205,9 +205,7 @@ class RecordedExperiment:
     injected: Mapping[str, InjectedFault] = field(default_factory=dict)
     controls: Mapping[RunName, RecordedRun] = field(default_factory=dict)
     seeds_known: bool = True  # False: unpaired runs that were numbered
-    guessed: tuple[
-        Reason, ...
-    ] = ()  # of runs that abrun did not launch: what names and columns were taken for
+    guessed: tuple[Reason, ...] = ()  # what names and columns of other trainers' runs were taken for
     renamed: Mapping[str, str] = field(default_factory=dict)  # the trainer's metric name -> abrun's name
     left_out: tuple[Reason, ...] = ()  # runs, or parts of runs, that do not count
     unselected: tuple[str, ...] = ()  # names of the runs that --seeds and --exclude leave out
@@ -237,7 +235,9 @@ class RecordedExperiment:
     @property
     def axis(self) -> Axis:
         """Unit of the positions of the runs' series: steps, prompts, or one final score."""
-        return next((run.axis for run in self.runs.values()), "steps")
+        for run in self.runs.values():
+            return run.axis
+        return "steps"
 
     def arm(self, arm: str) -> dict[int, RecordedRun]:
         """Return the runs of an arm by seed, without A/A reruns."""

@@ -389,7 +389,6 @@ def _name_lone_arm(sources: Sources) -> Sequence[tuple[str | None, str]]:
 
 
 def _common_folder(named_sources: Sequence[tuple[str | None, str]]) -> str | None:
-    """Return the only source, or the folder that holds all of them; None if there is none."""
     if len(named_sources) == 1:
         return named_sources[0][1]
     paths = [Path(source) for _, source in named_sources]

@@ -278,7 +278,6 @@ def _make_run(name: RunName, log: Log, *, seed_is_unknown: bool) -> RecordedRun:
 def _order_arms(
     runs: Mapping[RunName, Log], reading: ReadingOptions, *, has_several_sources: bool
 ) -> tuple[tuple[str, ...], list[Reason]]:
-    """Return the arms, baseline first, and the guesses made about them."""
     arms = list(dict.fromkeys(run.arm for run in runs))
     baseline = reading.baseline
     if len(arms) < 2 and not (reading.allows_one_arm or reading.may_be_one_arm):
