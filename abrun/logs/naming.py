@@ -34,8 +34,8 @@ _SEED, _RERUN = r"(?P<seed>\d{1,10})", r"(?P<rerun>\d{1,9})"
 # Seeds at the end of a name or of its first folders: after a word, a bare number, or after a word or a folder
 _WORD = r"(?:seed[-_=]?|s)"
 _NAMED_SEED, _BARE_SEED, _NAMED_OR_FOLDER = (
-    re.compile(f"{before}{_SEED}(?:-aa{_RERUN})?", re.DOTALL | re.ASCII)
-    for before in (
+    re.compile(f"{prefix}{_SEED}(?:-aa{_RERUN})?", re.DOTALL | re.ASCII)
+    for prefix in (
         rf"(?:(?P<arm>.+)[/\-_.])?{_WORD}",
         r"(?:(?P<arm>.+)[/\-_.])?",
         rf"(?P<arm>.+)(?:[/\-_.]{_WORD}|/)",

@@ -184,15 +184,15 @@ def _join_checkpoints(logs: Sequence[Log]) -> list[Log]:
     Of scores per prompt the mean counts. Scores of the end, without a step, are left out beside them.
     """
     groups: dict[str, dict[int, Log]] = defaultdict(dict)
-    others: list[Log] = []
+    unnumbered: list[Log] = []
     for log in logs:
         if match := _find_checkpoint(log):
             groups[_without(log.name, match)][int(match[1])] = log
         else:
-            others.append(log)
+            unnumbered.append(log)
     if all(len(checkpoints) < 2 for checkpoints in groups.values()):
         return [*logs]
-    joined = [log for log in others if log.axis == "steps" or log.name not in groups]
+    joined = [log for log in unnumbered if log.axis == "steps" or log.name not in groups]
     for name, checkpoints in groups.items():
         points: dict[str, Points] = defaultdict(Points)
         for step, log in sorted(checkpoints.items()):
