@@ -17,7 +17,6 @@ from abrun.experiment.plan import make_plan
 from abrun.external import run as external_run
 from abrun.logs import FORMATS
 from abrun.logs.aliases import FRAMEWORKS
-from abrun.logs.naming import DEFAULT_PATTERNS
 from abrun.logs.rows import STEP_COLUMNS
 from abrun.processes import progress
 from abrun.recipe.command import NODE_PLACEHOLDERS, PLACEHOLDERS
@@ -48,7 +47,7 @@ def test_reference_pages_have_every_name_that_a_user_may_or_may_not_write() -> N
     variables = re.findall(r'"(ABRUN_[A-Z_]+)"', Path(external_run.__file__).read_text())
     variables += [processes.RUN_DIR_VARIABLE, *(f"ABRUN_{name.upper()}" for name in NODE_PLACEHOLDERS)]
     variables += [progress.AGENT_PID_VARIABLE, progress.FOLDER_VARIABLE, progress.LISTENING_FD_VARIABLE]
-    formats = [*FORMATS, *FRAMEWORKS, *DEFAULT_PATTERNS, *STEP_COLUMNS]
+    formats = [*FORMATS, *FRAMEWORKS, *STEP_COLUMNS]
     names = {
         "log-formats.md": formats,
         "run-directory.md": [layout.EXPERIMENT, *layout.RUN_FILES],

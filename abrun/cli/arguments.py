@@ -350,10 +350,10 @@ def reads_runs(command: Callable[..., R]) -> Callable[..., R]:
 def _make_reading(
     *, alias: list[str] | None, seeds: str | None, exclude: list[str] | None, **options: Any
 ) -> "ReadingOptions":
-    from abrun.logs.readers import reader_problems
+    from abrun.logs.readers import load_readers
     from abrun.logs.recorded.sources import ReadingOptions
 
-    for problem in reader_problems():
+    for problem in load_readers()[1]:
         note(problem)
     return ReadingOptions(
         aliases=tuple(alias or ()),

@@ -139,10 +139,7 @@ def rename_all(
         renamed.append(rename_metrics(metrics, renames))
         names.update((theirs, ours) for ours, theirs in renames.items() if theirs in metrics)
         if recognised:
-            guesses[_describe_renames(framework, recognised)] = None
+            examples = [f"{printable(theirs)} is {ours}" for ours, theirs in recognised.items()]
+            names_text = f"metric names{f' of {framework}' if framework else ''}: {', '.join(examples[:4])}"
+            guesses[f"{names_text}{more_text(len(examples) - 4)}"] = None
     return RenamedRuns(metrics=renamed, names=names, guessed=list(guesses))
-
-
-def _describe_renames(framework: str | None, renames: Mapping[str, str]) -> str:
-    examples = ", ".join(f"{printable(theirs)} is {ours}" for ours, theirs in list(renames.items())[:4])
-    return f"metric names{f' of {framework}' if framework else ''}: {examples}{more_text(len(renames) - 4)}"

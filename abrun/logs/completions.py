@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from abrun.errors import StoreError
-from abrun.logs.foreign.files import Folder, open_file, path_kind, read_lines, walk, wrap_exhaustion
+from abrun.logs.foreign.files import open_file, path_kind, read_lines, walk, wrap_exhaustion
 from abrun.logs.foreign.values import as_number, parse_json
 from abrun.logs.log import missing_package_error
 from abrun.runs.lines import Sample
@@ -57,15 +57,11 @@ def read_completions(folder: Path) -> CompletionFiles:
     files: dict[Path, dict[int, Path]] = {}
     for below in walk(folder) if path_kind(folder) == "folder" else ():
         below.folders[:] = [subfolder for subfolder in below.folders if subfolder in places]
-        files[below.path] = dict(_find_files(below))
+        for path in below.files:
+            match = _FILE.fullmatch(path.name)
+            if match and (not match["verl"] or _has_completions(path)):
+                files.setdefault(below.path, {})[int(next(filter(None, match.groups())))] = path
     return CompletionFiles(next((files[place] for place in places if files.get(place)), {}))
-
-
-def _find_files(folder: Folder) -> Iterator[tuple[int, Path]]:
-    for path in folder.files:
-        match = _FILE.fullmatch(path.name)
-        if match and (not match["verl"] or _has_completions(path)):
-            yield int(next(filter(None, match.groups()))), path
 
 
 def _has_completions(path: Path) -> bool:
@@ -136,7 +132,6 @@ def _read_trl(path: Path) -> Iterator[Sample]:
 
 
 def _conversation_text(value: Any) -> str:
-    """Return a text, joining the messages of a conversation."""
     if isinstance(value, list):
         return "\n".join(
             str(message.get("content", "")) if isinstance(message, dict) else str(message)

@@ -27,6 +27,7 @@ from abrun.logs.log import Log
 from abrun.logs.naming import SEED_LIMIT
 from abrun.logs.rows import STEP_COLUMNS, flat_cells
 from abrun.logs.tables import log_from_table, name_as_logged, path_text
+from abrun.logs.words import find_columns
 from abrun.runs.redaction import printable
 
 MAX_BYTES = 1 << 28
@@ -35,7 +36,7 @@ MAX_LINE_CHARACTERS = 1 << 16  # a longer line is no row of metrics
 MAX_WORDS = 6  # of a key: "elapsed time per iteration (ms)"
 MIN_ROWS = 2
 STEP, EPOCH = "step", "epoch"
-STEPS_BY_KEY = (*(name for name in STEP_COLUMNS if name != "steps"), "num_updates")  # "steps" are a total
+STEPS_BY_KEY = tuple(name for name in STEP_COLUMNS if name != "steps")  # these are a total
 STEP_WORDS = {*STEPS_BY_KEY, "it", "itr"}
 NO_STEP_AFTER = {"per", "of", "max", "each", "every"}  # "number of nan iterations: 0"
 MAY_HAVE_STEP = re.compile("step|it[er]|epoch|update|^s:|^[|│┃]".encode(), re.IGNORECASE)
@@ -216,9 +217,8 @@ def _parse_dictionary(content: _Content, text: str) -> dict[str, Cell]:
     if not isinstance(row, dict):
         return {}
     cells = dict(flat_cells(row))
-    names = {name.lower(): name for name in reversed(cells)}
-    steps = (names[column] for column in STEPS_BY_KEY if column in names)
-    step = next((cells.pop(name) for name in steps if as_step(cells[name]) is not None), None)
+    steps = (name for name in find_columns(cells, STEPS_BY_KEY) if as_step(cells[name]) is not None)
+    step = next(map(cells.pop, steps), None)
     if step is None:
         step = _parse_pairs(_Content(), text[: start.start()]).get(STEP)
     content.has_dictionaries = True
@@ -267,7 +267,6 @@ def _number_table(path: Path, content: _Content) -> Table:
 
 
 def _metric_table(path: Path, content: _Content) -> tuple[Table, str]:
-    """Return the table of a file's rows, and what its steps are if no line has one."""
     rows, guess = content.rows, ""
     if not any(STEP in cells for _, cells in rows):
         rows, guess = _number_rows(rows)

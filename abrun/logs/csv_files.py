@@ -10,8 +10,15 @@ from pathlib import Path
 from abrun.errors import StoreError
 from abrun.logs.foreign.columns import BLOCK_CELLS, Column, ColumnBuilder, Table, TableBuilder
 from abrun.logs.foreign.files import MAX_LINE, TextFile
-from abrun.logs.foreign.values import DOT_GROUPED, MAX_NAME_CHARACTERS, is_number_with_comma, shorten_cell
+from abrun.logs.foreign.values import (
+    DOT_GROUPED,
+    MAX_NAME_CHARACTERS,
+    as_number,
+    is_number_with_comma,
+    shorten_cell,
+)
 from abrun.logs.log import Log
+from abrun.logs.naming import strip_suffix
 from abrun.logs.rows import STEP_COLUMNS, UNNAMED, check_number_of_metrics
 from abrun.logs.tables import (
     ARM_COLUMNS,
@@ -144,11 +151,13 @@ class _CsvReader:
             rows = [cells for cells in rows if cells]
         if rows and not self.header:
             check_number_of_metrics(len(rows[0]), path_text(self.path))
-            self.first_header = rows[0]
-            self.header = _name_columns(rows[0])
+            is_headless = len(rows[0]) == 2 and None not in map(as_number, rows[0])
+            self.first_header = ["step", strip_suffix(self.path.name)] if is_headless else rows[0]
+            self.header = _name_columns(self.first_header)
             self.columns = [ColumnBuilder() for _ in self.header]
             self.positions = [*range(len(self.header))]
-            numbers, rows = numbers[1:], rows[1:]
+            if not is_headless:
+                numbers, rows = numbers[1:], rows[1:]
         has_no_name = ({*self.first_header, *self.header} - {""}).isdisjoint
         headers = [index for index, cells in enumerate(rows) if not has_no_name(cells)]
         start = 0

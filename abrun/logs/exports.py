@@ -103,7 +103,7 @@ def _with_notes(log: Log, notes: Sequence[str]) -> Log:
 
 
 def _parse_chart_columns(header: Sequence[str]) -> dict[int, tuple[str, str]]:
-    """Return run and metric of each column of an exported wandb chart; empty if it is not a chart."""
+    """Return run and metric of each column; empty if it is not an exported wandb chart."""
     columns = {index: name for index, name in enumerate(header) if not name.endswith(BOUNDS)}
     candidates = []
     for pattern in CHART:  # the name of a run or metric may itself contain " - "

@@ -16,6 +16,7 @@ from abrun.errors import StoreError
 from abrun.logs.foreign.columns import Cell, Table, TableBuilder
 from abrun.logs.foreign.values import MAX_NAME_CHARACTERS, as_step
 from abrun.logs.rows import STEP_COLUMNS, check_number_of_metrics, flat_cells
+from abrun.logs.words import find_columns
 from abrun.runs.redaction import list_names
 
 # Start of such a file
@@ -83,8 +84,7 @@ def _walk(
 
 def _add_steps(lists: Mapping[str, list[Any]], place: str, *, is_needed: bool) -> dict[str, Values]:
     """Return lists of values by the steps that one of them holds."""
-    names = {name.lower(): name for name in reversed([*lists])}
-    steps = next((lists[names[column]] for column in STEP_COLUMNS if column in names), None)
+    steps = next((lists[name] for name in find_columns(lists, STEP_COLUMNS)), None)
     if steps is not None and None not in (whole_steps := [*map(as_step, steps)]):
         return {
             name: {step: value for step, value in zip(whole_steps, values, strict=True) if step is not None}

@@ -9,19 +9,18 @@ of all tasks are in `results_<time>.json`: `{"results": {task: {"acc,none": 0.5,
 import hashlib
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from abrun.errors import StoreError
-from abrun.logs.foreign.files import MAX_DOCUMENT_BYTES, read_file, read_lines
+from abrun.logs.foreign.files import MAX_DOCUMENT_BYTES, read_file
 from abrun.logs.foreign.values import Points, as_mapping, as_name, as_number, as_text, parse_json, to_float
 from abrun.logs.log import NOTHING_RECORDED, Log
 from abrun.logs.rows import check_number_of_metrics
 from abrun.logs.scores import average_by_prompt, number_prompt
-from abrun.logs.tables import TORN_NOTE
+from abrun.logs.tables import read_objects
 from abrun.runs.redaction import list_names, printable
 from abrun.stats.series import Series
 
@@ -38,16 +37,18 @@ def read_samples(files: Sequence[Path], name: str) -> Log:
 
     Of several evaluations of a task, the last counts.
     """
-    newest: dict[str, Path] = {}
-    for path in sorted(files, key=lambda path: _match_name(path)["time"]):
-        newest[_match_name(path)["task"]] = path
+    matches = [(SAMPLES_FILE.fullmatch(path.name), path) for path in files]
+    newest = {  # the last of a task
+        task: path
+        for _, task, path in sorted((match["time"], match["task"], path) for match, path in matches if match)
+    }
     scores: dict[str, Points] = defaultdict(Points)  # documents as steps
     notes: list[str] = []
     not_numbers: dict[str, None] = {}
     prompts: set[str] = set()
     for task, path in sorted(newest.items()):
-        place = printable(str(path))
-        for line, row in _read_rows(path, task, notes):
+        place, torn_notes = printable(str(path)), list[str]()
+        for line, row in read_objects(path, torn_notes):
             filter_name, metric_names = as_name(row.get("filter", "none")), row.get("metrics")
             number = as_text(row.get("doc_id"))
             if number is None or filter_name is None or not isinstance(metric_names, list):
@@ -65,10 +66,12 @@ def read_samples(files: Sequence[Path], name: str) -> Log:
                 else:
                     not_numbers[score_name] = None
             check_number_of_metrics(len(scores) + len(not_numbers), place)
+        notes += [f"{task}: {note}" for note in torn_notes]
     if not_numbers:
         notes.append(f"no single number per document, so left out: {list_names([*not_numbers])}")
     if len(newest) < len(files):
         notes.append(f"{len(files) - len(newest)} older evaluations of the same tasks were left out")
+    digest = hashlib.sha256("".join(sorted(prompts)).encode(errors="replace"))
     return Log(
         name=name,
         place=printable(str(files[-1].parent)),
@@ -79,11 +82,7 @@ def read_samples(files: Sequence[Path], name: str) -> Log:
             )
             for metric, points in scores.items()
         },
-        config={
-            "lm_eval.prompts": hashlib.sha256("".join(sorted(prompts)).encode(errors="replace")).hexdigest()[
-                :12
-            ]
-        },
+        config={"lm_eval.prompts": digest.hexdigest()[:12]},
         guesses=(GUESS,),
         notes=tuple(notes if scores else [*notes, NOTHING_RECORDED]),
     )
@@ -120,27 +119,3 @@ def read_totals(files: Sequence[Path], name: str) -> Log:
         guesses=(TOTALS_GUESS,),
         notes=tuple(notes if totals else [*notes, NOTHING_RECORDED]),
     )
-
-
-def _match_name(path: Path) -> re.Match[str]:
-    match = SAMPLES_FILE.fullmatch(path.name)
-    assert match is not None
-    return match
-
-
-def _read_rows(path: Path, task: str, notes: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the samples of a file with their line numbers; a torn last line is left out with a note."""
-    damaged_line = 0
-    for number, line in enumerate(read_lines(path), 1):
-        row = parse_json(line) if line.strip() else {}
-        if damaged_line and line.strip():
-            raise StoreError(
-                f"{printable(str(path))}, line {damaged_line}: not a JSON object; remove the line, or "
-                "evaluate again"
-            )
-        if not isinstance(row, dict):
-            damaged_line = number
-        elif row:
-            yield number, row
-    if damaged_line:
-        notes.append(f"{task}: {TORN_NOTE}")

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from abrun.errors import StoreError
+from abrun.logs.foreign.values import Points
 from abrun.messages.codes import Reason
 from abrun.runs.files import UnreadableError
 from abrun.runs.layout import RunName
 from abrun.runs.metric_names import is_clock, is_counter
 from abrun.runs.redaction import display_safe, display_safe_tree, printable
-from abrun.stats.series import Series
+from abrun.stats.series import Series, build_series
 
 # What the positions of a run's series are. A table of final scores has one value per metric, at step 0.
 Axis = Literal["steps", "final", "prompts"]
@@ -76,7 +77,7 @@ def unite_logs(logs: Sequence[Log], **changes: Any) -> Log:
     """
     merged: dict[str, Any] = {
         name: {key: value for log in reversed(logs) for key, value in (getattr(log, name) or {}).items()}
-        for name in ("metrics", "config", "unread", "dropped")
+        for name in ("metrics", "standard_errors", "config", "unread", "dropped")
     }
     merged |= {
         name: tuple(dict.fromkeys(line for log in logs for line in getattr(log, name)))
@@ -89,32 +90,44 @@ def sanitize_log(log: Log) -> Log:
     """Return a log with all texts from files made safe to print."""
     return replace(
         log,
+        **sanitize_recording(log.recording_fields()),
         name=printable(log.name),
-        place=printable(log.place),
-        failure=display_safe(log.failure),
-        config=log.config and display_safe_tree(log.config),
-        environment=log.environment and display_safe_tree(log.environment),
-        metrics={display_safe(name): series for name, series in log.metrics.items()},
-        code=tuple(map(display_safe, log.code)),
-        job_type=printable(log.job_type) if log.job_type else None,
-        group=printable(log.group) if log.group else None,
-        guesses=tuple(printable(guess) for guess in log.guesses),
-        notes=tuple(printable(note) for note in log.notes),
-        unread={display_safe(name): display_safe(where) for name, where in log.unread.items()},
-        dropped={display_safe(name): steps for name, steps in log.dropped.items()},
+        job_type=log.job_type and printable(log.job_type),
+        group=log.group and printable(log.group),
+        guesses=tuple(map(printable, log.guesses)),
+        notes=tuple(map(printable, log.notes)),
     )
 
 
-def replaced_notes(replaced: Mapping[str, int]) -> list[str]:
-    """Return a note on points of metrics that were replaced by later ones, if any.
+def sanitize_recording(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a RunRecording with all texts from files made safe to print."""
+    return {
+        **fields,
+        "place": printable(fields["place"]),
+        "failure": display_safe(fields["failure"]),
+        "config": fields["config"] and display_safe_tree(fields["config"]),
+        "environment": fields["environment"] and display_safe_tree(fields["environment"]),
+        "metrics": {display_safe(name): series for name, series in fields["metrics"].items()},
+        "code": tuple(map(display_safe, fields["code"])),
+        "unread": {display_safe(name): display_safe(where) for name, where in fields["unread"].items()},
+        "dropped": {display_safe(name): steps for name, steps in fields["dropped"].items()},
+    }
+
+
+def collect_points(points: Mapping[str, Points]) -> tuple[dict[str, Series], list[str]]:
+    """Return the series of each metric's points, and a note as `collect_series` does."""
+    return collect_series({name: build_series(p.steps, p.values) for name, p in points.items()})
+
+
+def collect_series(built: Mapping[str, tuple[Series, int]]) -> tuple[dict[str, Series], list[str]]:
+    """Return what `build_series` returned for each metric, and a note on points that later ones replaced.
 
     Clocks and counters go on from a row of training to a row of evaluation at the same step: no replacement.
     """
-    num_replaced = sum(num for name, num in replaced.items() if not (is_clock(name) or is_counter(name)))
-    if not num_replaced:
-        return []
+    num_replaced = sum(num for name, (_, num) in built.items() if not (is_clock(name) or is_counter(name)))
     points, verb = ("point", "was") if num_replaced == 1 else ("points", "were")
-    return [f"{num_replaced} {points} {verb} recorded again at the same step; the last counts"]
+    note = f"{num_replaced} {points} {verb} recorded again at the same step; the last counts"
+    return {name: series for name, (series, _) in built.items()}, [note] * bool(num_replaced)
 
 
 def missing_package_error(path: Path | str, package: str, to_install: str) -> StoreError:

@@ -7,8 +7,10 @@ A run of the file store has a `meta.yaml` and a file per metric, parameter and t
 
 import math
 import re
+from array import array
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from abrun.logs.foreign.files import (
     read_lines,
     walk,
 )
-from abrun.logs.foreign.sqlite import Database
+from abrun.logs.foreign.sqlite import Database, holds_tables, open_sqlite
 from abrun.logs.foreign.values import (
     MAX_CHARACTERS,
     MAX_NAME_CHARACTERS,
@@ -35,12 +37,12 @@ from abrun.logs.foreign.values import (
     left_out_notes,
     parse_foreign_yaml,
 )
-from abrun.logs.log import Log, LogStatus, replaced_notes
+from abrun.logs.log import Log, LogStatus, collect_points
 from abrun.logs.rows import check_number_of_metrics
 from abrun.logs.tables import ARM_COLUMNS
+from abrun.logs.words import WORDS
 from abrun.runs.files import UnreadableError
 from abrun.runs.redaction import printable
-from abrun.stats.series import Series, build_series, split_series
 
 META = "meta.yaml"
 MAX_META_BYTES = 1 << 14
@@ -51,26 +53,37 @@ DELETED = "deleted"
 RUN_NAME, PARENT, COMMIT = "mlflow.runName", "mlflow.parentRunId", "mlflow.source.git.commit"
 
 
-def is_run_folder(names: Collection[str]) -> bool:
-    """Return True for the names of the entries of one run's folder in MLflow's file store."""
-    return {META, "metrics", "tags"} <= {*names}
+def claims(path: Path, names: Collection[str]) -> bool:
+    """Return True for a run's folder, whose entries have these names, and for a database."""
+    return {META, "metrics", "tags"} <= {*names} or (
+        not names and holds_tables(path, WORDS["sqlite"]["mlflow"])
+    )
 
 
-def read_run_folder(folder: Path) -> Log | None:
-    """Return the run in a folder of MLflow's file store; None if it was deleted."""
+def read(path: Path, name: str, step_column: str | None) -> list[Log]:
+    """Return the runs that were not deleted. Raises StoreError."""
+    if path_kind(path) == "folder":
+        return _read_run_folder(path)
+    with open_sqlite(path) as database:
+        return _read_database(database)
+
+
+def _read_run_folder(folder: Path) -> list[Log]:
     meta = _read_meta(folder / META)
     if meta.get("lifecycle_stage") == DELETED:
-        return None
+        return []
     links: list[str] = []
     points = {name: _parse_points(path) for name, path in _files_below(folder, "metrics", links)}
-    params, tags = (
-        {name: _read_text(path) for name, path in _files_below(folder, kind, links)}
-        for kind in ("params", "tags")
-    )
+    texts: dict[str, dict[str, str]] = {"params": {}, "tags": {}}
+    for kind, texts_by_name in texts.items():
+        for name, path in _files_below(folder, kind, links):
+            with open_file(path) as file:
+                texts_by_name[name] = (as_text(file.read(4 * MAX_CHARACTERS)) or "").strip()
+    params, tags = texts.values()
     experiment_meta = find_companion(folder.parent, META)
     experiment = as_name(_read_meta(experiment_meta).get("name")) if experiment_meta else None
     status = meta.get("status")
-    return _make_log(
+    log = _make_log(
         place=printable(str(folder)),
         name=as_name(meta.get("run_name")) or tags.get(RUN_NAME) or folder.name,
         run_id=folder.name,
@@ -81,10 +94,10 @@ def read_run_folder(folder: Path) -> Log | None:
         tags=tags,
         notes=link_notes(printable(str(folder)), links),
     )
+    return [log]
 
 
-def read_database(database: Database) -> list[Log]:
-    """Return the runs in MLflow's SQLite database that were not deleted. Raises StoreError."""
+def _read_database(database: Database) -> list[Log]:
     experiments = dict(database.rows("SELECT experiment_id, CAST(name AS TEXT) FROM experiments"))
     points: dict[str, dict[str, Points]] = defaultdict(lambda: defaultdict(Points))
     left_out: Counter[str] = Counter()
@@ -124,9 +137,17 @@ def read_database(database: Database) -> list[Log]:
 
 
 def drop_parents(logs: Sequence[Log]) -> list[Log]:
-    """Return the logs without parent runs, which group nested runs and record no metric of their own."""
-    parents = {log.config[PARENT] for log in logs if log.config and PARENT in log.config}
-    return [log for log in logs if log.metrics or log.run_id not in parents]
+    """Return the logs without parent runs, which group nested runs and record no metric of their own.
+
+    The id of a parent, which is no setting, is dropped.
+    """
+    configs = [{**(log.config or {})} for log in logs]
+    parents = {config.pop(PARENT) for config in configs if PARENT in config}
+    return [
+        replace(log, config=config or None)
+        for log, config in zip(logs, configs, strict=True)
+        if log.metrics or log.run_id not in parents
+    ]
 
 
 def _read_texts(database: Database, table: str) -> dict[str, dict[str, str]]:
@@ -152,7 +173,6 @@ def _read_meta(path: Path) -> dict[str, Any]:
 
 
 def _files_below(run: Path, kind: str, links: list[str]) -> Iterator[tuple[str, Path]]:
-    """Yield the files in a run's folder of metrics, parameters or tags, with their names."""
     top = run / kind
     if top.is_symlink():
         links.append(kind)
@@ -160,11 +180,6 @@ def _files_below(run: Path, kind: str, links: list[str]) -> Iterator[tuple[str, 
     for folder in walk(top) if path_kind(top) == "folder" else ():
         links += (link.relative_to(run).as_posix() for link in folder.outside)
         yield from ((path.relative_to(top).as_posix(), path) for path in folder.files)
-
-
-def _read_text(path: Path) -> str:
-    with open_file(path) as file:
-        return (as_text(file.read(4 * MAX_CHARACTERS)) or "").strip()
 
 
 def _parse_points(path: Path) -> Points:
@@ -203,16 +218,13 @@ def _make_log(
     notes: Sequence[str],
 ) -> Log:
     check_number_of_metrics(len(points), place)
-    built: dict[str, tuple[Series, int]] = {}
     numbered: list[str] = []
     for metric, recorded in points.items():
-        steps = recorded.steps
-        if len(steps) > 1 and not any(steps):  # logged without a step, which MLflow stores as 0
+        if len(recorded.steps) > 1 and not any(recorded.steps):  # without a step, which MLflow stores as 0
             numbered.append(metric)
-            steps = range(len(steps))
-        built[metric] = build_series(steps, recorded.values)
-    metrics, replaced = split_series(built)
-    notes = [*replaced_notes(replaced), *notes]
+            recorded.steps = array("q", range(len(recorded.steps)))
+    metrics, replaced_notes = collect_points(points)
+    notes = [*replaced_notes, *notes]
     if numbered:
         notes.append(f"logged without a step, so numbered from 0: {', '.join(numbered[:5])}")
     config = {key.replace("/", "."): _parse_text(value) for key, value in params.items()}

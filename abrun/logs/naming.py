@@ -10,7 +10,7 @@ import string
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 from abrun.errors import ComparisonError
 from abrun.logs.log import Log
@@ -30,20 +30,29 @@ SUFFIXES = {  # suffixes of files that hold runs -> format
     ".json": "json",  # only if it holds a list of rows
     **dict.fromkeys((".log", ".txt", ".out"), "console"),
 }
-# The first that matches every name, with the fewest leading folders, is used. Each may end in -aa{rerun}.
-DEFAULT_PATTERNS = (
-    *(f"{{arm}}{mark}{word}{{seed}}" for mark in "/-_" for word in ("seed-", "seed_", "seed", "seed=", "s")),
-    *("{arm}.seed{seed}", "{arm}.s{seed}", "{arm}/{seed}"),
+_SEED, _RERUN = r"(?P<seed>\d{1,10})", r"(?P<rerun>\d{1,9})"
+# Seeds at the end of a name or of its first folders: after a word, a bare number, or after a word or a folder
+_WORD = r"(?:seed[-_=]?|s)"
+_NAMED_SEED, _BARE_SEED, _NAMED_OR_FOLDER = (
+    re.compile(f"{prefix}{_SEED}(?:-aa{_RERUN})?", re.DOTALL | re.ASCII)
+    for prefix in (
+        rf"(?:(?P<arm>.+)[/\-_.])?{_WORD}",
+        r"(?:(?P<arm>.+)[/\-_.])?",
+        rf"(?P<arm>.+)(?:[/\-_.]{_WORD}|/)",
+    )
 )
-# For a known arm: `seed-0`, `s0`, `0`, or one of these at the end of the name.
-BARE_NUMBER = "{seed}"
-SEED_PATTERNS = ("seed-{seed}", "seed_{seed}", "seed{seed}", "seed={seed}", "s{seed}", BARE_NUMBER)
 SEED_KEYS = ("seed", "data_seed", "rollout_seed", "data_loader_seed", "random_seed")
 SEED_LIMIT = 2**31
 # Words whose number counts checkpoints, processes, or starts and jobs: never seeds
 CHECKPOINT = r"(?:(?:global|train|training)[-_]?)?(?:checkpoint|ckpt|steps?|epoch|iter|iteration)"
+# A checkpoint without a number, in the name of its scores
+EVALUATED = re.compile(
+    rf"(?<![A-Za-z0-9])(?P<word>best|last|latest|final)([-_]({CHECKPOINT}|model))?(?![A-Za-z0-9])",
+    re.IGNORECASE,
+)
 START = "version|attempt|try|trial|start|restart|job|jobid|task|part"
 NO_SEED = re.compile(f"{PROCESS}|{CHECKPOINT}|{START}|env", re.IGNORECASE)
+JOB_ID = re.compile(r"\d{4,8}")  # of Slurm, in front of the index in an array of jobs: `48211_0`
 _START_NUMBER = re.compile(rf"(?<![A-Za-z0-9])({START})[-_]?\d+(?![A-Za-z0-9.])", re.IGNORECASE)
 _RUN_COUNTS = re.compile(rf"(.*\.)?seed|s|run|rep|id|{NO_SEED.pattern}", re.IGNORECASE)
 PART_NUMBER = re.compile(rf"(?<![A-Za-z])(?:{PROCESS}|{CHECKPOINT})[-_=. ]?\d+", re.IGNORECASE)
@@ -53,7 +62,10 @@ _POD = re.compile(r"(-[{0}]{{6,10}})?-([{0}]{{5}}|[{0}]{{8}})(?=/|$)".format("b-
 _LAUNCHER = re.compile(r"(?<![^/])(\d+_(?=[\w.]+=)|lightning_logs/)")
 SEPARATORS = r"[/_\-. =@,]+"
 # Words of a time, a process or a logger in run names, which do not distinguish arms.
-START_PART = r"\d{9,}|20\d{6}|\d{6}|\d{8}T\d+|RANK|offline|run|runs|tensorboard|wandb|tb|logs?|events"
+_START_PART = re.compile(
+    r"\d{9,}|20\d{6}|\d{6}|\d{8}T\d+|RANK|offline|run|runs|tensorboard|wandb|tb|logs?|events"
+)
+_UNNAMED = re.compile(rf"(?i:(seed|s|run|rep)?\d*)|{_START_PART.pattern}")  # or numbers
 BASELINE_NAMES = {"baseline", "base", "control", "reference", "ref"}
 BASELINE_NAMES |= {"main", "master", "old", "before", "vanilla"}
 MAX_ARMS = 16
@@ -88,7 +100,7 @@ def name_runs(
 ) -> Names:
     """Return the run name of each log, by the first rule that names all of them, or why none does.
 
-    The rules are `pattern`, the runs' own files, wandb's job types as arms, and DEFAULT_PATTERNS. Unpaired
+    The rules are `pattern`, the runs' own files, wandb's job types as arms, and the ends of names. Unpaired
     runs need no seed in a pattern or job type: the runs of an arm are then numbered. Logs may share a name if
     they are starts of one run; no two selected logs may be the same run. `run_filter` selects. Raises
     ComparisonError for a pattern that is none.
@@ -104,7 +116,7 @@ def name_runs(
         if names:
             return _check_distinct(logs, names, run_filter)
     collision = ""
-    for names in _name_by_default_patterns(logs):
+    for names in _name_by_ends(logs):
         checked = _check_distinct(logs, names, run_filter)
         if not isinstance(checked, str):
             return checked
@@ -134,17 +146,13 @@ def _identities(logs: Sequence[Log]) -> list[RunName]:
     return [replace(name, arm=folder) for name, folder in zip(names, folders, strict=True)]
 
 
-def _name_by_default_patterns(logs: Sequence[Log]) -> list[list[RunName]]:
-    """Return the names by each default pattern that matches every log, fewest leading folders first."""
-    candidates = []
+def _name_by_ends(logs: Sequence[Log]) -> Iterator[list[RunName]]:
+    """Yield the names by arms and seeds at the end of every log's name."""
     is_configured = any(seed.kind == "setting" for log in logs if (seed := find_seed(log)))
-    for pattern in DEFAULT_PATTERNS[:-1] if is_configured else DEFAULT_PATTERNS:  # the last is a bare number
-        matches = [_match_with_rerun(pattern, log) for log in logs]
-        names = [log.identity or (match and match.run) for log, match in zip(logs, matches, strict=True)]
-        if logs and all(names):
-            num_folders = sum(match.folders for match in matches if match)
-            candidates.append((num_folders, [name for name in names if name]))
-    return [names for _, names in sorted(candidates, key=lambda candidate: candidate[0])]
+    for regex in [_NAMED_SEED] if is_configured else [_NAMED_OR_FOLDER, _NAMED_SEED]:
+        names = [log.identity or _find_in_name(regex, log) for log in logs]
+        if names and all(name and name.arm for name in names):
+            yield [name for name in names if name]
 
 
 def _check_distinct(logs: Sequence[Log], names: Sequence[RunName], run_filter: RunFilter) -> Names:
@@ -207,7 +215,6 @@ def _name_by_seeds(logs: Sequence[Log], arms: Sequence[str], *, unpaired: bool) 
 
 
 def _number_runs(arms: Sequence[str]) -> list[RunName]:
-    """Number the runs of each arm from 0, in the order of the logs."""
     return [RunName(arm=arm, seed=arms[:index].count(arm)) for index, arm in enumerate(arms)]
 
 
@@ -233,43 +240,29 @@ def find_seed(log: Log) -> Seed | None:
     """
     if log.identity:
         return Seed(log.identity.seed, log.identity.rerun, "files", log.place)
-    if number_and_rerun := _seed_in_name(log, SEED_PATTERNS[:-1]):
-        return Seed(*number_and_rerun, "name", log.name)
+    if run := _find_in_name(_NAMED_SEED, log):
+        return Seed(run.seed, run.rerun, "name", log.name)
     settings = {
         key: value
         for key, value in (log.config or {}).items()
-        if key.rsplit(".", 1)[-1] == "seed" and type(value) is int and 0 <= value < SEED_LIMIT
+        if _last_part(key) == "seed" and _is_seed(value)
     }
     if "seed" in settings or len({*settings.values()}) == 1:
         key = "seed" if "seed" in settings else next(iter(settings))
         return Seed(settings[key], 0, "setting", key)
-    number_and_rerun = _seed_in_name(log, SEED_PATTERNS[-1:])
-    return Seed(*number_and_rerun, "number", log.name) if number_and_rerun else None
-
-
-def _seed_in_name(log: Log, patterns: Sequence[str]) -> tuple[int, int] | None:
-    for pattern in patterns:
-        for prefix in ("", "*/", "*-", "*_", "*."):
-            match = _match_with_rerun(prefix + pattern, log)
-            if match and not (pattern == BARE_NUMBER and _counts_something(log.name, match.run.seed)):
-                return match.run.seed, match.run.rerun
-    return None
+    run = _find_in_name(_BARE_SEED, log)
+    is_seed = run and not _counts_something(log.name, run.seed)
+    return Seed(run.seed, run.rerun, "number", log.name) if run and is_seed else None
 
 
 def _counts_something(name: str, number: int) -> bool:
     """Return True if a number of a name is a process's, a start's or a checkpoint's, or part of a decimal."""
-    counted = rf"((?<![A-Za-z])({NO_SEED.pattern})[-_=. ]?|\d\.\d*|\de-)0*{number}(-aa\d+)?(/|$)"
+    counter = rf"(?<![A-Za-z])({NO_SEED.pattern})[-_=. ]?|(?<!\d){JOB_ID.pattern}_"
+    counted = rf"({counter}|\d\.\d*|\de-)0*{number}(-aa\d+)?(/|$)"
     return re.search(counted, without_times(strip_suffix(name)), re.IGNORECASE) is not None
 
 
 # --- patterns ---
-
-
-class NameMatch(NamedTuple):
-    """Run that a pattern finds in a name; its arm is empty if the pattern has none."""
-
-    run: RunName
-    folders: int  # number of leading folders of the name that were used
 
 
 def strip_suffix(name: str) -> str:
@@ -309,13 +302,13 @@ def _name_by_pattern(
         return f"--pattern: got {pattern!r}, which lacks {{{missing[0]}}}; example: '{{arm}}-s{{seed}}'"
     names: list[RunName] = []
     for log in logs:
-        match = _match(pattern, log.name)
-        if match is None:
+        name = _match(_compile_pattern(pattern), log.name)
+        if name is None:
             return (
                 f"--pattern: got {pattern!r}, which does not match '{printable(log.name)}' ({log.place}); "
                 "change the pattern, or remove that run from the sources"
             )
-        names.append(match.run if arm is None else replace(match.run, arm=arm))
+        names.append(name if arm is None else replace(name, arm=arm))
     if "seed" not in needed:
         return _number_runs([name.arm for name in names])
     return _check_distinct(logs, names, run_filter)
@@ -323,37 +316,32 @@ def _name_by_pattern(
 
 def matches(pattern: str, name: str) -> bool:
     """Return True if a pattern matches a name, or the leading folders of it."""
-    return _match(pattern, name) is not None
+    return _match(_compile_pattern(pattern), name) is not None
 
 
-def _match_with_rerun(pattern: str, log: Log) -> NameMatch | None:
-    """Return the run that a default pattern, which may end in -aa{rerun}, finds in a log's name."""
-    return _match(pattern, without_times(strip_suffix(log.name)), allows_reruns=True)
+def _find_in_name(regex: re.Pattern[str], log: Log) -> RunName | None:
+    return _match(regex, without_times(strip_suffix(log.name)))
 
 
-def _match(pattern: str, name: str, *, allows_reruns: bool = False) -> NameMatch | None:
-    """Match a name, or the fewest leading folders of it, with a pattern."""
-    regex = _compile_pattern(pattern, allows_reruns)
+def _match(regex: re.Pattern[str], name: str) -> RunName | None:
+    """Return the run that a pattern finds in a name, or in the fewest leading folders of it."""
     folders = strip_suffix(name).split("/")
     for count in range(1, len(folders) + 1):
         match = regex.fullmatch("/".join(folders[:count]))
         values = match.groupdict() if match else {}
         seed = int(values.get("seed") or 0)
         if match and seed < SEED_LIMIT:
-            run = RunName(arm=values.get("arm") or "", seed=seed, rerun=int(values.get("rerun") or 0))
-            return NameMatch(run, count)
+            return RunName(arm=values.get("arm") or "", seed=seed, rerun=int(values.get("rerun") or 0))
     return None
 
 
 @cache
-def _compile_pattern(pattern: str, allows_reruns: bool) -> re.Pattern[str]:
-    groups = {"arm": "(?P<arm>.+)", "seed": r"(?P<seed>\d{1,10})", "rerun": r"(?P<rerun>\d{1,9})"}
+def _compile_pattern(pattern: str) -> re.Pattern[str]:
+    groups = {"arm": "(?P<arm>.+)", "seed": _SEED, "rerun": _RERUN}
     regex = ""
     for literal, name, _, _ in string.Formatter().parse(pattern):
         regex += ".*".join(re.escape(fragment) for fragment in literal.split("*"))
         regex += groups[name] if name else ""
-    if allows_reruns and "{rerun}" not in pattern:
-        regex += r"(?:-aa(?P<rerun>\d{1,9}))?"
     return re.compile(regex, re.DOTALL | re.ASCII)
 
 
@@ -373,20 +361,17 @@ def name_by_settings(
             problem = f"got '{printable(key or '')}', which is no setting of {list_names(unnamed_logs, 3)}"
             return f"{option}: {problem}; they differ in {list_names(varying_settings(logs), 8) or 'none'}"
     if arms_by:
-        arms = [f"{arms_by.rpartition('.')[2]}={find_setting(log, arms_by)}" for log in logs]
+        arms = [f"{_last_part(arms_by)}={find_setting(log, arms_by)}" for log in logs]
     arms = arms or _arm_groups(logs)
     if seeds_by:
-        seeds = [find_setting(log, seeds_by) for log in logs]
-        wrong = [seed for seed in seeds if type(seed) is not int or not 0 <= seed < SEED_LIMIT]
-        if wrong:
-            return (
-                f"--seeds-by: got {printable(str(wrong[0]))} as {printable(seeds_by)}; allowed: whole numbers"
-            )
-        names = [RunName(arm=arm, seed=int(seed or 0)) for arm, seed in zip(arms, seeds, strict=True)]
-        return Naming(
-            names=names,
-            guessed=(Code.SEEDS_FROM(how=f"setting {seeds_by}", arm=arms[0], seed=names[0].seed),),
-        )
+        names = []
+        for arm, seed in zip(arms, (find_setting(log, seeds_by) for log in logs), strict=True):
+            if not _is_seed(seed):
+                problem = f"got {printable(str(seed))} as {printable(seeds_by)}"
+                return f"--seeds-by: {problem}; allowed: whole numbers"
+            names.append(RunName(arm=arm, seed=seed))
+        source = Code.SEEDS_FROM(how=f"setting {seeds_by}", arm=arms[0], seed=names[0].seed)
+        return Naming(names=names, guessed=(source,))
     by_seeds = _name_by_seeds(logs, arms, unpaired=False)
     if by_seeds and len(set(by_seeds)) == len(by_seeds):
         return Naming(names=by_seeds)
@@ -422,14 +407,13 @@ def guess_runs(
             for run_arms in [arms] if arms else arm_candidates:
                 names = [RunName(arm=arm, seed=seed) for arm, seed in zip(run_arms, seeds, strict=True)]
                 if _is_a_grid([name for name in names if run_filter(name)]):
-                    arm = None if arms else names[0].arm
-                    guessed = (Code.SEEDS_FROM(how=source, arm=arm, seed=seeds[0]),)
-                    namings.setdefault(tuple(names), Naming(names=names, guessed=guessed))
+                    guess = Code.SEEDS_FROM(how=source, arm=None if arms else names[0].arm, seed=seeds[0])
+                    namings.setdefault(tuple(names), Naming(names=names, guessed=(guess,)))
                     break
         if len(namings) > 1:
-            first, second = ([str(name) for name in names[:1]] for names in [*namings][:2])
+            first, second, *_ = (str(names[0]) for names in namings)
             return (
-                f"arms and seeds: '{printable(logs[0].name)}' may be {first[0]} or {second[0]}; "
+                f"arms and seeds: '{printable(logs[0].name)}' may be {first} or {second}; "
                 "describe the names with --pattern"
             )
         if namings:
@@ -500,39 +484,40 @@ Evidence = list[tuple[str, list[int], list[list[str]]]]  # source, seeds, possib
 def _seed_evidence(logs: Sequence[Log]) -> Iterator[Evidence]:
     """Yield possible seeds by falling weight: named in names, settings, and other numbers of the names."""
     kinds = _kinds(logs)
-    split_names = [
-        re.split(f"({SEPARATORS})", name) for name in _shortened_names(logs)
-    ]  # words at 0, 2, 4...
+    # Words are at 0, 2, 4...
+    split_names = [re.split(f"({SEPARATORS})", name) for name in _shortened_names(logs)]
     shortest = min(map(len, split_names), default=0)
     by_weight: dict[int, Evidence] = {0: [], 1: [], 2: []}
     for position in (*range(-1, -shortest - 1, -2), *range(0, shortest, 2)):
-        places = [position % len(words) for words in split_names]
-        numbers = [_seed_word(words, place) for words, place in zip(split_names, places, strict=True)]
+        places = [(words, position % len(words)) for words in split_names]
+        numbers = [_seed_word(words, place) for words, place in places]
         if not all(numbers) or len({number[1].lower() for number in numbers if number}) > 1:
             continue
         seeds = [int(number[2]) for number in numbers if number]
-        arms = [_cut_word(words, place) for words, place in zip(split_names, places, strict=True)]
-        words_before = {
-            words[place - 2].lower() if place else ""
-            for words, place in zip(split_names, places, strict=True)
-        }
-        word = split_names[0][places[0]].lower()
+        words_before = {words[place - 2].lower() if place else "" for words, place in places}
+        word = split_names[0][places[0][1]].lower()
         weight = 0 if words_before == {"seed"} or word.startswith("s") else 1 if word.isdigit() else 2
+        arms = [_cut_word(words, place) for words, place in places]
         by_weight[weight].append((f"names such as {list_names([logs[0].name])}", seeds, [*kinds, arms]))
     yield by_weight[0]
-    keys = {key for log in logs for key in log.config or {} if key.rsplit(".", 1)[-1] in SEED_KEYS}
-    for key in sorted(keys, key=lambda key: (SEED_KEYS.index(key.rsplit(".", 1)[-1]), len(key), key)):
-        values = [(log.config or {}).get(key) for log in logs]
-        if all(type(value) is int and 0 <= value < SEED_LIMIT for value in values):
-            seeds = [int(value or 0) for value in values]
+    keys = {key for log in logs for key in log.config or {} if _last_part(key) in SEED_KEYS}
+    for key in sorted(keys, key=lambda key: (SEED_KEYS.index(_last_part(key)), len(key), key)):
+        seeds = [value for log in logs if _is_seed(value := (log.config or {}).get(key))]
+        if len(seeds) == len(logs):
             arm_keys = differing_settings(logs, seeds)
-            arms_by_setting = [
-                ",".join(f"{key}={(log.config or {}).get(key)}" for key in arm_keys) or "run" for log in logs
-            ]
-            arms_by_name_or_setting = [_arm_groups(logs), arms_by_setting]
-            yield [(f"{key} in the settings", seeds, arms_by_name_or_setting)]
+            arms = [",".join(f"{key}={(log.config or {}).get(key)}" for key in arm_keys) for log in logs]
+            arm_candidates = [_arm_groups(logs), [arm or "run" for arm in arms]]
+            yield [(f"{key} in the settings", seeds, arm_candidates)]
     yield by_weight[1]
     yield by_weight[2]
+
+
+def _last_part(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
+def _is_seed(value: object) -> TypeGuard[int]:
+    return type(value) is int and 0 <= value < SEED_LIMIT
 
 
 def _seed_word(words: Sequence[str], place: int) -> re.Match[str] | None:
@@ -542,7 +527,23 @@ def _seed_word(words: Sequence[str], place: int) -> re.Match[str] | None:
     """
     match = re.fullmatch(r"([A-Za-z]*)(\d{1,9})", words[place], re.ASCII)
     counted = match and (match[1] or (words[place - 2] if place else ""))
-    return None if not match or _is_decimal(words, place) or NO_SEED.fullmatch(counted or "") else match
+    is_index = place > 1 and words[place - 1] == "_" and JOB_ID.fullmatch(words[place - 2])
+    is_counted = is_index or _is_decimal(words, place) or NO_SEED.fullmatch(counted or "")
+    return None if is_counted else match
+
+
+def are_indices(logs: Sequence[Log], names: Sequence[RunName]) -> bool:
+    """Return True if all seeds are numbers of folders that every arm counts from 0, as arrays of jobs are.
+
+    Nobody says then that they are seeds: runs of one number may have nothing in common.
+    """
+    numbers: dict[str, list[int]] = {}
+    for log, name in zip(logs, names, strict=True):
+        seed = find_seed(log)
+        if seed is None or seed.kind != "number" or not re.search(rf"(^|/){seed.number}(/|$)", log.name):
+            return False
+        numbers.setdefault(name.arm, []).append(name.seed)
+    return all(len(seeds) > 1 and sorted(seeds) == [*range(len(seeds))] for seeds in numbers.values())
 
 
 def _is_decimal(words: Sequence[str], place: int) -> bool:
@@ -569,7 +570,7 @@ def _cut_word(words: Sequence[str], place: int) -> str:
     start = place - 2 if place and words[place - 2].lower() == "seed" else place
     head, tail = words[: max(0, start)], words[place + 1 :]  # one of the separators between them remains
     words = [*head, *tail[1:]] if not head or head[-1] == "/" else [*head[:-1], *tail]
-    while len(words) > 2 and _is_uninformative(words[-1]):
+    while len(words) > 2 and _START_PART.fullmatch(words[-1]):
         words = words[:-2]
     return "".join(words).strip("/_-. =@,") or "run"
 
@@ -606,7 +607,7 @@ def differing_settings(logs: Sequence[Log], seeds: Sequence[int] | None = None) 
     configs = [log.config or {} for log in logs]
     differing_keys = []
     keys = {key for config in configs for key in config}
-    for key in sorted(key for key in keys if key.rsplit(".", 1)[-1] not in SEED_KEYS):
+    for key in sorted(key for key in keys if _last_part(key) not in SEED_KEYS):
         values = [repr(config.get(key)) for config in configs]
         groups = seeds or [0] * len(logs)
         varies_in_a_seed = len({*zip(groups, values, strict=True)}) > len({*groups})
@@ -635,19 +636,10 @@ def names_without_numbers(logs: Sequence[Log]) -> list[str]:
     cut_names = []
     for name in _shortened_names(logs):
         words = re.split(f"({SEPARATORS})", _START_NUMBER.sub("", name))
-        remaining = [
-            place
-            for place in range(0, len(words), 2)
-            if _is_decimal(words, place)
-            or not _is_uninformative(words[place], numbers=True)
-            or (place and words[place - 1] == "=" and not _RUN_COUNTS.fullmatch(words[place - 2]))
-        ]
-        cut_names.append(
-            "".join("".join(words[max(place - 1, 0) : place + 1]) for place in remaining).strip("/_-. =@,")
-        )
+        cut_name = ""
+        for place in range(0, len(words), 2):
+            is_setting = place and words[place - 1] == "=" and not _RUN_COUNTS.fullmatch(words[place - 2])
+            if is_setting or _is_decimal(words, place) or not _UNNAMED.fullmatch(words[place]):
+                cut_name += "".join(words[max(place - 1, 0) : place + 1])
+        cut_names.append(cut_name.strip("/_-. =@,"))
     return cut_names
-
-
-def _is_uninformative(word: str, numbers: bool = False) -> bool:
-    is_number = numbers and re.fullmatch(r"(seed|s|run|rep)?\d*", word, re.IGNORECASE)
-    return bool(is_number or re.fullmatch(START_PART, word))

@@ -1,20 +1,21 @@
 """One run from several files or processes: event files in subfolders, exports, splits, starts."""
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from abrun.logs.log import Log, unite_logs
-from abrun.logs.naming import CHECKPOINT, strip_suffix
+from abrun.logs.foreign.values import Points
+from abrun.logs.log import Log, collect_points, unite_logs
+from abrun.logs.naming import CHECKPOINT, EVALUATED, strip_suffix
 from abrun.logs.starts import merge_continued_starts, run_of_start, without_times
 from abrun.logs.step_parts import PROCESS, average_series
 from abrun.runs.metric_names import is_clock, is_counter
 from abrun.runs.redaction import list_names, printable
-from abrun.stats.series import Series, build_series
+from abrun.stats.series import Series
 
 HPARAMS_RUN = r"\d{9,}(\.\d+)?"  # the subfolder that torch's add_hparams creates, named by the time
 # Splits of one run, each with its own log
@@ -36,7 +37,10 @@ PROCESS_NUMBER = re.compile(
 CHECKPOINT_NUMBER = re.compile(
     rf"(?<![A-Za-z0-9])(?:{CHECKPOINT})[-_=]?(\d{{1,15}})(?![A-Za-z0-9]|\.\d)", re.IGNORECASE
 )
-COPY = re.compile(r"(latest|last|newest|current|best)([-_](run|model|checkpoint))?", re.IGNORECASE)
+COPY = re.compile(
+    r"(?<![^/])(latest|last|newest|current|best)([-_](run|model|checkpoint))?(?![^/])", re.IGNORECASE
+)
+LEADER = -1  # in the place of its number
 
 
 def merge_subfolders(runs_by_folder: Mapping[Path, Log]) -> list[Log]:
@@ -90,33 +94,28 @@ def _join_processes(logs: Sequence[Log]) -> list[Log]:
     One of the numbers is 0, as of an index: `gpu2` and `gpu4` may be arms. Beside a leader such as `master-0`
     it may be 1.
     """
-    groups: dict[tuple[str, ...], dict[int, tuple[Log, re.Match[str]]]] = {}
-    joined: dict[int, Log] = dict(enumerate(logs))
+    groups: dict[tuple[str, ...], list[tuple[int, str, int]]] = defaultdict(list)  # number, its text, index
     for index, log in enumerate(logs):
         matches = [] if log.identity else [*PROCESS_NUMBER.finditer(log.name)]
-        if matches:  # the last number of `node1/rank_0` first
-            key = (_without(log.name, matches[-1]), log.group or "", log.axis)
-            groups.setdefault(key, {})[index] = (log, matches[-1])
+        for match in matches[-1:]:  # the last number of `node1/rank_0` first
+            number = LEADER if match["leader"] else int(match[match.lastgroup or 0])
+            key = (_without(log.name, match), log.group or "", log.axis)
+            groups[key].append((number, match[0], index))
     if groups and max(map(len, groups.values())) == 1:  # each process may have its own time of start
-        timeless: dict[tuple[str, ...], dict[int, tuple[Log, re.Match[str]]]] = {}
-        for (name, *key), group in groups.items():
-            timeless.setdefault((without_times(name), *key), {}).update(group)
+        timeless: dict[tuple[str, ...], list[tuple[int, str, int]]] = defaultdict(list)
+        for (name, *key), processes in groups.items():
+            timeless[(without_times(name), *key)] += processes
         groups = timeless
-    for (name, *_), group in groups.items():
-        leaders = [index for index, (_, match) in group.items() if match["leader"]]
-        numbered = sorted(
-            (int(match[match.lastgroup or 0]), match[0], index)
-            for index, (_, match) in group.items()
-            if index not in leaders
-        )
-        is_repeated = len({match[0] for _, match in group.values()}) < len(group)
-        if not numbered or numbered[0][0] > len(leaders) or len(leaders) > 1 or is_repeated:
+    joined: dict[int, Log] = dict(enumerate(logs))
+    for (name, *_), processes in groups.items():
+        numbers, words, indices = zip(*sorted(processes), strict=True)
+        num_leaders = numbers.count(LEADER)
+        is_repeated = len({*words}) < len(words)
+        if is_repeated or num_leaders > 1 or not numbers[-1] >= 0 or numbers[num_leaders] > num_leaders:
             continue
-        processes = [joined.pop(index) for index in (*leaders, *(index for *_, index in numbered))]
-        word = numbered[0][1]
-        guess = f"mean over {len(group)} processes of one run ({word} and so on)"
-        log = replace(_average_logs(processes), name=name, run_id=None)
-        joined[min(group)] = replace(log, guesses=(*log.guesses, guess)) if len(group) > 1 else log
+        log = replace(_average_logs([joined.pop(index) for index in indices]), name=name, run_id=None)
+        guess = f"mean over {len(words)} processes of one run ({words[num_leaders]} and so on)"
+        joined[min(indices)] = replace(log, guesses=(*log.guesses, guess)) if len(words) > 1 else log
     merged = [joined[index] for index in sorted(joined)]
     return _join_processes(merged) if groups and len(merged) < len(logs) else merged
 
@@ -133,10 +132,10 @@ def _without(name: str, match: re.Match[str]) -> str:
 
 def _average_logs(logs: Sequence[Log]) -> Log:
     """Return a log whose metrics are means, at each step, over the logs that have them."""
-    series_of: dict[str, list[Series]] = {}
+    series_of: dict[str, list[Series]] = defaultdict(list)
     for log in logs:
         for metric, series in log.metrics.items():
-            series_of.setdefault(metric, []).append(series)
+            series_of[metric].append(series)
     return replace(logs[0], metrics={metric: average_series(series) for metric, series in series_of.items()})
 
 
@@ -146,27 +145,22 @@ def _average_logs(logs: Sequence[Log]) -> Log:
 def _leave_out_copies(logs: Sequence[Log]) -> list[Log]:
     """Leave out a log called `latest` or alike with the points of one of the numbered runs beside it."""
     remaining = dict(enumerate(logs))
-    paths = [strip_suffix(log.name).split("/") for log in logs]
-    for index, path in enumerate(paths):
-        for depth in [depth for depth, word in enumerate(path) if COPY.fullmatch(word)]:
-            siblings = [
-                number
-                for number, other in enumerate(paths)
-                if other[:depth] == path[:depth]
-                and other[depth + 1 :] == path[depth + 1 :]
-                and re.search(r"\d", other[depth])
-            ]
-            number = next((number for number in siblings if _holds(logs[number], logs[index])), None)
-            if number is None or len(siblings) < 2:
+    names = [strip_suffix(log.name) for log in logs]
+    for index, name in enumerate(names):
+        for match in COPY.finditer(name):
+            start, end = re.escape(name[: match.start()]), re.escape(name[match.end() :])
+            numbered = re.compile(rf"{start}[^/]*\d[^/]*{end}")
+            siblings = [place for place, sibling in enumerate(names) if numbered.fullmatch(sibling)]
+            place = next((place for place in siblings if _holds(logs[place], logs[index])), None)
+            if place is None or len(siblings) < 2:
                 continue
-            line = f"{printable(logs[index].name)}: copy of {printable(logs[number].name)}, left out"
-            remaining[number] = replace(remaining[number], guesses=(*remaining[number].guesses, line))
+            line = f"{printable(logs[index].name)}: copy of {printable(logs[place].name)}, left out"
+            remaining[place] = replace(remaining[place], guesses=(*remaining[place].guesses, line))
             remaining.pop(index, None)
     return [*remaining.values()]
 
 
 def _holds(log: Log, copy: Log) -> bool:
-    """Return True if a log has all points of another."""
     return bool(copy.metrics) and all(
         name in log.metrics
         and np.isin(series.steps, log.metrics[name].steps).all()
@@ -187,26 +181,26 @@ def _find_checkpoint(log: Log) -> re.Match[str] | None:
 def _join_checkpoints(logs: Sequence[Log]) -> list[Log]:
     """Join scores whose names differ in the number of a checkpoint alone: the number is the step of a run.
 
-    Of scores per prompt the mean counts.
+    Of scores per prompt the mean counts. Scores of the end, without a step, are left out beside them.
     """
-    groups: dict[str, dict[int, Log]] = {}
-    matches = [*map(_find_checkpoint, logs)]
-    for log, match in zip(logs, matches, strict=True):
-        if match:
-            groups.setdefault(_without(log.name, match), {})[int(match[1])] = log
+    groups: dict[str, dict[int, Log]] = defaultdict(dict)
+    unnumbered: list[Log] = []
+    for log in logs:
+        if match := _find_checkpoint(log):
+            groups[_without(log.name, match)][int(match[1])] = log
+        else:
+            unnumbered.append(log)
     if all(len(checkpoints) < 2 for checkpoints in groups.values()):
         return [*logs]
-    joined = [log for log, match in zip(logs, matches, strict=True) if not match]
+    joined = [log for log in unnumbered if log.axis == "steps" or log.name not in groups]
     for name, checkpoints in groups.items():
-        points: dict[str, dict[int, float]] = {}
+        points: dict[str, Points] = defaultdict(Points)
         for step, log in sorted(checkpoints.items()):
             for metric, series in log.metrics.items():
-                points.setdefault(metric, {})[step] = float(series.values.mean())
+                points[metric].add(step, float(series.values.mean()))
         steps = list_names([str(step) for step in sorted(checkpoints)], 4)
         guess = f"{printable(name) or 'one run'}: scores of its checkpoints, by step: {steps}"
-        metrics = {
-            metric: build_series([*by_step], [*by_step.values()])[0] for metric, by_step in points.items()
-        }
+        metrics, _ = collect_points(points)
         newest = checkpoints[max(checkpoints)]
         newest = replace(newest, name=name or "run", standard_errors={}, guesses=(*newest.guesses, guess))
         joined.append(replace(newest, axis="steps", metrics=metrics))
@@ -238,6 +232,8 @@ def _find_component(log: Log) -> tuple[str, str]:
     """Return the run and the component that a log's name or job type states; an empty component if none."""
     if log.identity:
         return log.name, ""
+    if log.axis != "steps" and (match := EVALUATED.search(log.name)):
+        return _without(log.name, match), match["word"]
     folder, _, stem = strip_suffix(log.name).rpartition("/")
     if len(log.metrics) == 1 and _as_words(stem).endswith(_as_words(next(iter(log.metrics)))):
         return folder, stem  # a file for each metric, as DeepSpeed's csv_monitor writes them
@@ -256,6 +252,8 @@ def _are_components(components: Mapping[str, Log]) -> bool:
     if len(components) < 2 or any(name.startswith("/") for name in components):
         return False
     names = {name.lower() for name in components}
+    if all(map(EVALUATED.fullmatch, names)):
+        return True
     stems = {strip_suffix(log.name).rpartition("/")[2] for log in components.values()}
     if (
         names <= SPLITS
@@ -277,18 +275,20 @@ def _compared_metrics(log: Log) -> list[str]:
 
 def _merge_components(run: str, components: Mapping[str, Log]) -> Log:
     ordered = sorted(components, key=lambda name: (name.lower() not in ("train", "trainer"), name))
-    guess = f"{', '.join(ordered)}: logs of one run"
+    are_evaluations = all(map(EVALUATED.fullmatch, ordered))
+    guess = f"{', '.join(ordered)}: {'evaluated checkpoints' if are_evaluations else 'logs'} of one run"
     logs, used_names = list[Log](), set[str]()
     for component in ordered:
         log = components[component]
         new_names = {
-            name: f"{component}/{name}" if name in used_names else name
+            name: f"{component}/{name}" if are_evaluations or name in used_names else name
             for name in (*log.metrics, *log.dropped)
         }
         used_names |= {*log.metrics}
         metrics = {new_names[name]: series for name, series in log.metrics.items()}
         dropped = {new_names[name]: steps for name, steps in log.dropped.items()}
-        logs.append(replace(log, metrics=metrics, dropped=dropped))
+        errors = {new_names[name]: error for name, error in log.standard_errors.items() if name in new_names}
+        logs.append(replace(log, metrics=metrics, dropped=dropped, standard_errors=errors))
     united = unite_logs(logs, name=run or "run", run_id=None, job_type=None)
     return replace(united, guesses=(*united.guesses, guess))
 

@@ -23,7 +23,7 @@ from abrun.logs.readers import (
     all_formats,
     find_file_format,
     find_folder_format,
-    installed_readers,
+    load_readers,
 )
 from abrun.logs.settings import add_settings
 from abrun.logs.tensorboard import EVENT_FILE_PREFIX
@@ -53,7 +53,8 @@ class Findings:
 
 def stores() -> tuple[str, ...]:
     """Return the names of formats that hold any number of runs, for comparisons only."""
-    return (*(reader.name for reader in installed_readers()), "lm-eval")
+    readers, _ = load_readers()
+    return (*(reader.name for reader in readers), "lm-eval")
 
 
 def prefixes() -> dict[str, str]:
@@ -83,23 +84,26 @@ def read_logs(
         if format == "wandb" and not path_kind(path) and re.fullmatch(WANDB_PROJECT, rest.strip("/")):
             from abrun.logs.wandb_api import read_project
 
-            logs, ignored = read_project(rest, group, step_column), list[str]()
-            excluded = [log for log in logs if is_excluded(log)]
-            logs = _join_parts([log for log in logs if not is_excluded(log)], pattern)
+            logs, ignored, is_tracker = read_project(rest, group, step_column), list[str](), False
         else:
             by_format, notes, links = _find_runs(path, format, source)
             runs, ignored = _read_fullest_format(by_format, notes, source, step_column)
             runs += _linked_runs(path, links, runs)
+            is_tracker = bool(runs) and runs[0][0].format.is_installed
             event_runs = {run.path: log for run, log in runs if run.format.name == "tensorboard"}
             others = [log for run, log in runs if run.format.name != "tensorboard"]
             logs = [*merge_subfolders(event_runs), *others]
-            excluded = [log for log in logs if is_excluded(log)]
-            logs = _join_parts([log for log in logs if not is_excluded(log)], pattern)
-            logs = complete_tracker_logs(logs) if runs and runs[0][0].format.is_installed else logs
-            logs = add_settings(logs, path)
+        excluded = [log for log in logs if is_excluded(log)]
+        logs = _join_parts([log for log in logs if not is_excluded(log)], pattern)
+        logs = complete_tracker_logs(logs) if is_tracker else logs
+        logs = add_settings(logs, path)
         logs = [*(replace(log, guesses=(*log.guesses, *ignored)) for log in logs), *excluded]
         if group is not None:
-            logs = _select_group(logs, group, source)
+            logs, groups = [log for log in logs if log.group == group], {log.group for log in logs}
+            if not logs:
+                available = f"available: {list_names(sorted(filter(None, groups)))}"
+                available = available if any(groups) else "these runs have no groups"
+                raise StoreError(f"{printable(source)}: --group: got '{printable(group)}'; {available}")
         return sorted((sanitize_log(log) for log in logs), key=lambda log: _natural_key(log.name))
 
 
@@ -206,7 +210,6 @@ def _way_to_table(names: Sequence[str]) -> str:
 
 
 def _find_in_folder(top: Path) -> Findings:
-    """Return the runs in a folder and its subfolders."""
     findings, runs_below = Findings(), list[RunFiles]()
     for folder in walk(top):
         folder.folders[:] = [entry for entry in folder.folders if not entry.name.startswith(".")]
@@ -378,15 +381,6 @@ def _name_without_digits(run: RunFiles) -> str:
 
 def _without_digits(name: str) -> str:
     return re.sub(r"\d+", "0", strip_suffix(name))
-
-
-def _select_group(logs: Sequence[Log], group: str, source: str) -> list[Log]:
-    selected = [log for log in logs if log.group == group]
-    if not selected:
-        groups = sorted({log.group for log in logs if log.group})
-        available = f"available: {list_names(groups)}" if groups else "these runs have no groups"
-        raise StoreError(f"{printable(source)}: --group: got '{printable(group)}'; {available}")
-    return selected
 
 
 def _start_key(file: Path) -> tuple[str, str]:

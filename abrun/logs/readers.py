@@ -4,6 +4,7 @@ A format claims a folder that holds nothing but its runs, or files, and says whi
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,23 +15,25 @@ from typing import Any, Protocol
 from abrun.errors import AbrunError, StoreError
 from abrun.logs.console import read_console
 from abrun.logs.exports import read_csv, read_json, read_parquet
-from abrun.logs.foreign.files import Folder, find_companion, open_file
-from abrun.logs.foreign.values import Points
+from abrun.logs.foreign.files import Folder, find_companion, open_file, read_companion
+from abrun.logs.foreign.values import Points, as_mapping, parse_json
 from abrun.logs.golden_values import SERIES
 from abrun.logs.lm_eval import SAMPLES_FILE, TOTALS_FILE, read_samples, read_totals
-from abrun.logs.log import Log, LogStatus, replaced_notes
+from abrun.logs.log import Log, LogStatus, collect_points
+from abrun.logs.monitor import read_monitor
 from abrun.logs.naming import SUFFIXES, strip_suffix
 from abrun.logs.stored import is_run_dir, read_run_dir
-from abrun.logs.tables import read_trainer_state
+from abrun.logs.tables import read_results, read_trainer_state
 from abrun.logs.tensorboard import EVENT_FILE_PREFIX, read_event_files, start_key
 from abrun.logs.wandb_files import read_wandb_files
 from abrun.recipe.implementations import READERS, installed, load_installed
 from abrun.runs.redaction import printable
-from abrun.stats.series import build_series, split_series
 
 TRAINER_STATE = "trainer_state.json"
 CHECKPOINT = r"checkpoint-(\d+)"
 JSON_LIST = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")
+JSON_LINES = re.compile(rb'(\xef\xbb\xbf)?\s*\{[^\n]*\}\s*\n\s*\{\s*"')  # detectron2, mmengine, RLlib
+MAX_RESULT_BYTES = 1 << 20
 # Names of files with completions, prompts and evaluations, which trainers write next to their logs.
 DUMP_FILE = re.compile(
     r"(completions|generated_predictions|predict|traces|eval_results|table)(_\d+)?|(train|val)_data_step\d+"
@@ -84,16 +87,13 @@ def make_log(
 
     Of two values at one step the later counts. `config`: settings by dotted key.
     """
-    built = {}
+    recorded: dict[str, Points] = defaultdict(Points)
     for metric, points in metrics.items():
-        recorded = Points()
         for step, value in points:
-            recorded.add(step, value)
-        built[metric] = build_series(recorded.steps, recorded.values)
-    series, replaced = split_series(built)
-    notes = tuple(replaced_notes(replaced))
+            recorded[metric].add(step, value)
+    series, notes = collect_points(recorded)
     place = printable(str(path))
-    return Log(name=name, place=place, metrics=series, config=config, status=status, notes=notes)
+    return Log(name=name, place=place, metrics=series, config=config, status=status, notes=tuple(notes))
 
 
 # --- abrun's own formats ---
@@ -198,6 +198,39 @@ class TrainerState(Format):
         return [replace(read_trainer_state(run.path, step_column), name=run.name)]
 
 
+class TrainerResults(Format):
+    """Metrics that transformers' Trainer saves beside a model, or beside a checkpoint that was evaluated."""
+
+    name, is_one_run, is_fallback, is_incidental = "trainer_results", True, True, True
+    file_name = re.compile(r"(all|train|eval|test|predict)_results\.json")
+
+    def find(self, folder: Folder, files: Sequence[Path]) -> Places:
+        flat = []
+        for file in files:
+            content = read_companion(folder.path, file.name, notes=[], max_bytes=MAX_RESULT_BYTES)
+            values = as_mapping(parse_json(content or b"")).values()
+            flat += [file] * any(isinstance(value, float) for value in values)
+        yield from super().find(folder, flat)
+
+    def read(self, run: RunFiles, step_column: str | None, *, one_run: bool = False) -> list[Log]:
+        return [read_results(run.files, run.name)]
+
+
+class Monitor(Format):
+    """Episodes that Stable-Baselines3 records: a file for each worker, or for a run."""
+
+    name, is_fallback = "monitor", True
+    file_name = re.compile(r"(.+\.)?monitor\.csv", re.DOTALL)
+
+    def find(self, folder: Folder, files: Sequence[Path]) -> Places:
+        workers = [file for file in files if file.name.partition(".")[0].isdecimal()]
+        yield from [(folder.path, workers)] if workers else []
+        yield from ((file, (file,)) for file in files if file not in workers)
+
+    def read(self, run: RunFiles, step_column: str | None, *, one_run: bool = False) -> list[Log]:
+        return [read_monitor(run.files, run.name, run.path)]
+
+
 class TableFormat(Format):
     """Files with rows of metrics, by their suffix, without the completions and evaluations beside them."""
 
@@ -223,10 +256,10 @@ class TableFormat(Format):
 def _holds_json_rows(path: Path) -> bool:
     try:
         with open_file(path) as file:
-            start = file.read(1024)
+            start = file.read(1 << 16)
     except StoreError:
         return False
-    return start.startswith(b"\x1f\x8b") or any(kind.match(start) for kind in (JSON_LIST, SERIES))
+    return start.startswith(b"\x1f\x8b") or any(kind.match(start) for kind in (JSON_LIST, JSON_LINES, SERIES))
 
 
 # --- installed readers ---
@@ -265,7 +298,7 @@ class InstalledReader(Format):
 
 
 @cache
-def _load_installed() -> tuple[tuple[InstalledReader, ...], list[str]]:
+def load_readers() -> tuple[tuple[InstalledReader, ...], list[str]]:
     """Return the installed readers, and the problems of those that cannot be loaded."""
     readers, problems = list[InstalledReader](), list[str]()
     for name, entry in installed(READERS).items():
@@ -287,16 +320,6 @@ def _load_installed() -> tuple[tuple[InstalledReader, ...], list[str]]:
     return tuple(readers), problems
 
 
-def installed_readers() -> tuple[InstalledReader, ...]:
-    """Return the installed readers, without those that cannot be loaded."""
-    return _load_installed()[0]
-
-
-def reader_problems() -> list[str]:
-    """Return a line for each installed reader that cannot be loaded."""
-    return _load_installed()[1]
-
-
 # By preference among formats with equally many runs; installed readers stand between them
 LOGS: tuple[Format, ...] = (AbrunRuns(), TensorBoard(), Wandb())
 OTHERS: tuple[Format, ...] = (
@@ -305,6 +328,8 @@ OTHERS: tuple[Format, ...] = (
     TableFormat("parquet", read_parquet),
     LmEval(),
     TrainerState(),
+    Monitor(),
+    TrainerResults(),
     TableFormat("json", read_json, is_fallback=True),
     TableFormat("console", read_console, is_fallback=True),
 )
@@ -312,7 +337,8 @@ OTHERS: tuple[Format, ...] = (
 
 def all_formats() -> tuple[Format, ...]:
     """Return every format by preference. The fallbacks are the last."""
-    return (*LOGS, *installed_readers(), *OTHERS)
+    readers, _ = load_readers()
+    return (*LOGS, *readers, *OTHERS)
 
 
 def find_file_format(path: Path, *, own: bool = False) -> Format | None:
@@ -331,5 +357,6 @@ def _by_claim() -> tuple[Format, ...]:
 
 def find_folder_format(path: Path, names: Collection[str]) -> Format | None:
     """Return the format that claims a whole folder with entries of these names."""
-    by_claim = (LOGS[0], *installed_readers(), *LOGS[1:])
+    readers, _ = load_readers()
+    by_claim = (LOGS[0], *readers, *LOGS[1:])
     return next((form for form in by_claim if names and form.claims(path, names)), None)

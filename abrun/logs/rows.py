@@ -1,7 +1,7 @@
 """Conversion of tables to series: choice of the step column and parsing of numbers."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from abrun.errors import StoreError
-from abrun.logs.foreign.columns import Cell, Rows, Table
+from abrun.logs.foreign.columns import Cell, Column, Rows, Table
 from abrun.logs.foreign.values import (
     DECIMAL_COMMA,
     MAX_NAME_CHARACTERS,
@@ -19,12 +19,12 @@ from abrun.logs.foreign.values import (
     shorten_cell,
     to_float,
 )
-from abrun.logs.log import Log, replaced_notes
+from abrun.logs.log import Log, collect_series
 from abrun.logs.step_parts import Processes, separate_rows
-from abrun.logs.words import COLUMNS
+from abrun.logs.words import COLUMNS, find_columns
 from abrun.runs.lines import CHECKSUM
 from abrun.runs.redaction import list_names, printable
-from abrun.stats.series import Array, Series, build_series, split_series
+from abrun.stats.series import Array, Series, build_series
 
 STEP_COLUMNS = tuple(COLUMNS["step"])
 NON_METRIC_COLUMNS = {CHECKSUM, *COLUMNS["no_metric"]}
@@ -35,6 +35,8 @@ MAX_METRICS = 100_000
 MAX_ROW_CHARACTERS = 1 << 25  # of the names in one row
 # Text that was meant to be a number (with a unit, a total or a decimal comma), but not a date or a name.
 NUMBER_LIKE = re.compile(r"[-+]?[\d.,' ]*\d(e[-+]?\d+)?(/\d+)?\s*[^\W\d_]{0,3}%?", re.IGNORECASE)
+# Columns that may count steps under another name, such as `time/iterations` or `learner_steps`
+COUNTER = re.compile(r"(.*[_/. ])?((time)?steps?|iterations?|updates?|episodes?|epochs?)", re.IGNORECASE)
 SCORES_HINT = ", or give final scores one row per run, with columns 'arm' and 'seed'"
 FIX_STEP = "write a whole number, or name another column with --step-column"
 
@@ -114,13 +116,17 @@ def series_of_table(table: Table, step_column: str | None) -> TableMetrics:
     """
     place, header = table.place, table.header
     numbers, texts = _parse_numbers(table, step_column)
-    is_filled = _rows_of(len(table), numbers, numbers.keys() - NON_METRIC_COLUMNS)  # have a metric
+    is_filled = np.zeros(len(table), bool)  # rows with a metric
+    for name in numbers.keys() - NON_METRIC_COLUMNS:
+        is_filled[numbers[name][0]] = True
     names = header or [name for name, (rows, _) in numbers.items() if is_filled[rows].any()]
     unread = _describe_texts(table, texts)
     if not names:
         return TableMetrics(unread=unread)
     check_number_of_metrics(len(names), place)
-    column = step_column if step_column is not None else _find_step_column(numbers, is_filled, names, texts)
+    usual = step_column if step_column is not None else _find_step_column(numbers, is_filled, names, texts)
+    column = usual if usual is not None else _find_counter(numbers, is_filled)
+    guesses = [] if column == usual else [f"no step has its usual name: read from {printable(column or '')}"]
     step_rows, step_values = numbers.get(column or "", _NO_NUMBERS)
     steps = np.full(len(table), np.nan)
     steps[step_rows] = step_values
@@ -145,14 +151,14 @@ def series_of_table(table: Table, step_column: str | None) -> TableMetrics:
         table = separated
         numbers, texts = _parse_numbers(table, step_column)
         unread = _describe_texts(table, texts)
-    excluded = {column, *NON_METRIC_COLUMNS, *_constant_columns(table)}
     metric_numbers = {
         name: column_numbers
         for name, column_numbers in numbers.items()
-        if name not in excluded and not name.startswith(UNNAMED)
+        if not (name == column or name in NON_METRIC_COLUMNS or name.startswith(UNNAMED))
+        and not (name.startswith(CONFIG) and _constant_cell(table.columns[name]) is not None)
     }
-    metrics, replaced = split_series(_build_metrics(metric_numbers, steps, is_filled, processes))
-    notes = [*split_notes, *_text_notes(table, texts, metrics), *replaced_notes(replaced)]
+    metrics, replaced_notes = collect_series(_build_metrics(metric_numbers, steps, is_filled, processes))
+    notes = [*split_notes, *_text_notes(table, texts, metrics), *replaced_notes]
     if num_without_step:
         notes.append(f"{num_without_step} of {num_filled} rows without {column} were left out")
     return TableMetrics(
@@ -161,7 +167,7 @@ def series_of_table(table: Table, step_column: str | None) -> TableMetrics:
         unread=unread,
         dropped=_dropped_steps(numbers, texts, steps),
         config=constant_config(table),
-        guesses=[processes.guess] if processes else [],
+        guesses=[*guesses, *([processes.guess] if processes else [])],
     )
 
 
@@ -184,19 +190,10 @@ def _build_metrics(
 
 
 def _describe_texts(table: Table, texts: Mapping[str, tuple[Rows, list[str]]]) -> dict[str, str]:
-    """Return by column where its first text stands, and the fix."""
     return {
         name: describe_text_cell(table.place, table.describe_row(rows[0]), name, cell_texts[0])
         for name, (rows, cell_texts) in texts.items()
     }
-
-
-def _rows_of(num_rows: int, numbers: Mapping[str, Numbers], names: Iterable[str]) -> NDArray[np.bool_]:
-    """Return which rows have a number in one of the columns."""
-    has_number = np.zeros(num_rows, bool)
-    for name in names:
-        has_number[numbers[name][0]] = True
-    return has_number
 
 
 # --- cells ---
@@ -261,7 +258,6 @@ def _refuse_unreadable_steps(
 def _text_notes(
     table: Table, texts: Mapping[str, tuple[Rows, list[str]]], metrics: Mapping[str, Series]
 ) -> Iterator[str]:
-    """Yield notes on columns whose texts were meant to be numbers."""
     for name, (rows, cell_texts) in texts.items():
         first_text, plural = cell_texts[0], "s" * (len(cell_texts) > 1)
         if name in NON_METRIC_COLUMNS or not (name in metrics or NUMBER_LIKE.fullmatch(first_text.strip())):
@@ -290,23 +286,22 @@ def _dropped_steps(
 
 def constant_config(table: Table) -> dict[str, Any]:
     """Return the values that every row repeats under `config/`, by dotted key."""
-    values = _constant_columns(table)
+    cells = {
+        name: _constant_cell(column) for name, column in table.columns.items() if name.startswith(CONFIG)
+    }
     return {
-        name.removeprefix(CONFIG).replace("/", "."): _parse_config_value(*values[name]) for name in values
+        name.removeprefix(CONFIG).replace("/", "."): _parse_config_value(cell)
+        for name, cell in cells.items()
+        if cell is not None
     }
 
 
-def _constant_columns(table: Table) -> dict[str, set[Cell]]:
-    """Return the value of each column under `config/` whose rows have the same."""
-    values = {
-        name: {*column.values[~column.is_text].tolist(), *column.texts}
-        for name, column in table.columns.items()
-        if name.startswith(CONFIG)
-    }
-    return {name: distinct for name, distinct in values.items() if len(distinct) == 1}
+def _constant_cell(column: Column) -> Cell | None:
+    distinct = {*column.values[~column.is_text].tolist(), *column.texts}
+    return distinct.pop() if len(distinct) == 1 else None
 
 
-def _parse_config_value(cell: float | str) -> Any:
+def _parse_config_value(cell: Cell) -> Any:
     try:
         number = float(cell)
     except ValueError:
@@ -336,23 +331,30 @@ def _find_step_column(
 
     A counter that restarts with each epoch is skipped if another one does not.
     """
-    names_by_case = {name.lower(): name for name in reversed([*names, *texts])}
-    names_by_case |= {name: name for name in (*texts, *names)}  # the exact spelling comes first
-    columns = [names_by_case[column] for column in STEP_COLUMNS if column in names_by_case]
+    columns = find_columns([*names, *texts], STEP_COLUMNS)
     values: dict[str, Array] = {}
     for name in columns:
         rows, column_values = numbers.get(name, _NO_NUMBERS)
         values[name] = column_values[is_filled[rows]]
     max_rows = max(map(len, values.values()), default=0)
     fullest = [name for name in columns if len(values[name]) == max_rows]
-    step_values = {name: values[name] for name in fullest if name != "_step"}
-    num_decreases = {name: int((steps[1:] < steps[:-1]).sum()) for name, steps in step_values.items()}
-    num_steps = {name: len(np.unique(steps)) for name, steps in step_values.items()}
-    max_steps = max(num_steps.values(), default=0)
-    epoch_counters = {
-        name for name in step_values if num_decreases[name] > 1 and 2 * num_steps[name] <= max_steps
-    }
-    return next((name for name in fullest if name not in epoch_counters), None)
+    num_steps = {name: len(np.unique(values[name])) for name in fullest}
+    max_steps = max((num for name, num in num_steps.items() if name != "_step"), default=0)
+
+    def is_epoch_counter(name: str) -> bool:
+        num_decreases = (values[name][1:] < values[name][:-1]).sum()
+        return name != "_step" and num_decreases > 1 and 2 * num_steps[name] <= max_steps
+
+    return next((name for name in fullest if not is_epoch_counter(name)), None)
+
+
+def _find_counter(numbers: Mapping[str, Numbers], is_filled: NDArray[np.bool_]) -> str | None:
+    """Return the first column that is called like a counter and counts up with every row."""
+    for name, (rows, values) in numbers.items():
+        is_whole = (values % 1 == 0).all() and len(rows) == is_filled.sum() > 1
+        if COUNTER.fullmatch(name) and is_whole and (np.diff(values) > 0).all():
+            return name
+    return None
 
 
 def check_number_of_metrics(number: int, place: str) -> None:

@@ -13,9 +13,10 @@ from pathlib import Path
 import numpy as np
 
 from abrun.errors import StoreError
-from abrun.logs.foreign.columns import Cells, Table, TableBuilder
+from abrun.logs.foreign.columns import NO_CELLS, Cells, Table, TableBuilder
 from abrun.logs.foreign.values import shorten_cell
 from abrun.logs.log import Log
+from abrun.logs.naming import EVALUATED
 from abrun.logs.rows import STEP_COLUMNS, UNNAMED
 from abrun.logs.tables import (
     ARM_COLUMNS,
@@ -30,7 +31,7 @@ from abrun.logs.tables import (
     log_from_table,
     name_log,
 )
-from abrun.logs.words import COLUMNS
+from abrun.logs.words import COLUMNS, find_columns
 from abrun.runs.redaction import list_names, printable
 from abrun.stats.series import Series
 
@@ -99,16 +100,20 @@ def read_scores(path: Path, name: str, table: Table) -> list[Log]:
 
 
 def _find_layout(table: Table) -> Layout | None:
-    """Return the columns of a table of scores; None if no column names a run."""
+    """Return the columns of a table of scores; None if no column names a run or a benchmark."""
     columns = table.names()
-    by_name = {column.strip().lower(): column for column in reversed(columns)}
 
-    def find_column(names: Sequence[str]) -> str | None:
-        return next((by_name[name] for name in names if name in by_name), None)
+    def find_column(words: Sequence[str]) -> str | None:
+        return next(iter(find_columns(columns, words)), None)
 
+    # `best` and `last` are evaluations of one run
+    evaluated = find_column(["checkpoint"])
+    if not all(EVALUATED.fullmatch(key_text(cell)) for cell in {*table.cells(evaluated)}):
+        evaluated = None
+    key_names = [column for column in columns if column != evaluated]
     keys = {
         kind: column
-        for kind, column in find_key_columns(table, columns, (*ARM_COLUMNS, *MODEL_COLUMNS)).items()
+        for kind, column in find_key_columns(table, key_names, (*ARM_COLUMNS, *MODEL_COLUMNS)).items()
         if kind != "metric"
     }
     if [*keys] == ["arm"] and keys["arm"].lower() in MODEL_COLUMNS:
@@ -116,15 +121,19 @@ def _find_layout(table: Table) -> Layout | None:
     step, prompt = find_column(STEP_COLUMNS), find_column(PROMPT_COLUMNS)
     if prompt is not None and keys.keys() == {"arm", "run", "seed"}:
         del keys["run"]  # it numbers the samples of a prompt
-    if not keys or (prompt is not None and len({*table.cells(step)}) > 1):
+    if prompt is not None and len({*table.cells(step)}) > 1:
         return None
     score, metric = find_column(SCORE_COLUMNS), find_column(METRIC_COLUMNS)
-    named_by = [find_column([column]) for column in BENCHMARK_COLUMNS]
+    named_by = [evaluated, *(find_column([column]) for column in BENCHMARK_COLUMNS)]
+    has_benchmark = any(named_by)
     named_by += [metric] if score is not None and metric not in keys.values() else []
     benchmarks = tuple(column for column in named_by if column is not None and column not in keys.values())
-    if all(_has_only_numbers(table, column) for column in benchmarks):
+    filled = [table.columns.get(name, NO_CELLS) for name in benchmarks]
+    if all(column.all_texts is None and len(column) == len(table) for column in filled):  # numbers alone
         benchmarks = ()
-    samples = {by_name[column] for column in COLUMNS["sample"] if column in by_name} if prompt else set()
+    if not keys and (step or prompt or score is None or not (has_benchmark and benchmarks)):
+        return None
+    samples = find_columns(columns, COLUMNS["sample"]) if prompt else []
     ignored = {*keys.values(), *benchmarks, *samples, *filter(None, (prompt, step))}
     return Layout(
         keys=keys,
@@ -134,11 +143,6 @@ def _find_layout(table: Table) -> Layout | None:
         step=step,
         ignored=frozenset(ignored),
     )
-
-
-def _has_only_numbers(table: Table, name: str) -> bool:
-    column = table.columns.get(name)
-    return column is not None and column.all_texts is None and len(column) == len(table)
 
 
 def _is_one_row_per_run(layout: Layout, table: Table, num_runs: int) -> bool:
@@ -154,7 +158,6 @@ def _is_one_row_per_run(layout: Layout, table: Table, num_runs: int) -> bool:
 
 
 def _read_final_scores(path: Path, name: str, layout: Layout, run: Sequence[str], table: Table) -> Log:
-    """Return one run of a table of final scores: each metric has one value, at step 0."""
     scores: dict[str, float | str] = {}
     first_line: dict[str, int] = {}
     for line, row in table.iterate():
@@ -165,7 +168,7 @@ def _read_final_scores(path: Path, name: str, layout: Layout, run: Sequence[str]
     builder = TableBuilder(table.place)
     builder.add(int(table.lines[0]), {STEP: 0.0, **scores})
     log = log_from_table(path, builder.build([STEP, *scores]), STEP)
-    columns = " and ".join(layout.keys.values())
+    columns = " and ".join(layout.keys.values() or layout.benchmarks)
     guess = f"final scores, one row per {columns}: windows and step one do not apply"
     return replace(
         name_log(log, name, dict(zip(layout.keys, run, strict=True)), printable(guess)), axis="final"
@@ -176,6 +179,7 @@ def _repeated_run_error(
     path: Path, layout: Layout, run: Sequence[str], columns: list[str], lines: tuple[int, int]
 ) -> StoreError:
     values = ", ".join(f"{column}={text}" for column, text in zip(layout.keys.values(), run, strict=True))
+    values = values or f"one {' and '.join(layout.benchmarks)}"
     return StoreError(
         f"{printable(str(path))}, lines {lines[0]} and {lines[1]}: two rows of {printable(values)}, and no "
         f"column with the step, the prompt or another seed; columns: {list_names(columns, 12)}; name the "

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import product, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -29,40 +30,32 @@ def add_settings(logs: Sequence[Log], top: Path) -> list[Log]:
     """
     if path_kind(top) != "folder":
         return [*logs]
-    top = top.resolve()
-    folders = [_folder_of(log) for log in logs]
-    num_runs = Counter(above for folder in folders if folder for above in _up_from(folder, top))
+    folders = [_folders_of(Path(log.place).resolve(), top.resolve()) for log in logs]
+    num_runs = Counter(folder for log_folders in folders for folder in log_folders)
     return [
-        log if log.config or folder is None else replace(log, config=_find_settings(folder, num_runs, top))
-        for log, folder in zip(logs, folders, strict=True)
+        log
+        if log.config
+        else replace(log, config=_find_settings([*takewhile(lambda f: num_runs[f] == 1, log_folders)]))
+        for log, log_folders in zip(logs, folders, strict=True)
     ]
 
 
-def _folder_of(log: Log) -> Path | None:
-    path = Path(log.place).resolve()
-    kind = path_kind(path)
-    return path if kind == "folder" else path.parent if kind == "file" else None
+def _folders_of(place: Path, top: Path) -> list[Path]:
+    """Return the folder of a run and those above it, at most MAX_FOLDERS and up to `top`."""
+    kind = path_kind(place)
+    folders = [place, *place.parents] if kind == "folder" else [*place.parents] if kind == "file" else []
+    return [folder for folder in folders[:MAX_FOLDERS] if folder.is_relative_to(top)]
 
 
-def _up_from(folder: Path, top: Path) -> list[Path]:
-    """Return a folder and those above it, at most MAX_FOLDERS and up to `top`."""
-    return [above for above in (folder, *folder.parents)[:MAX_FOLDERS] if above.is_relative_to(top)]
-
-
-def _find_settings(folder: Path, num_runs: Mapping[Path, int], top: Path) -> Mapping[str, Any] | None:
-    """Return the settings in a run's folder, or in one above that holds no other run."""
-    for candidate in _up_from(folder, top):
-        if num_runs[candidate] > 1:
-            return None
-        for names in FILES:
-            content = read_companion(candidate, *names, notes=[], max_bytes=MAX_META_BYTES)
-            if content is not None and (settings := _parse(content, names[-1])):
-                return settings
+def _find_settings(folders: Sequence[Path]) -> Mapping[str, Any] | None:
+    for folder, names in product(folders, FILES):
+        content = read_companion(folder, *names, notes=[], max_bytes=MAX_META_BYTES)
+        if content is not None and (settings := _parse(content, names[-1])):
+            return settings
     return None
 
 
 def _parse(content: bytes, name: str) -> dict[str, Any]:
-    """Return the settings in a file; empty if it holds none."""
     try:
         settings = (
             parse_foreign_yaml(content, name) if name.endswith(".yaml") else as_mapping(parse_json(content))

@@ -64,7 +64,8 @@ def merge_continued_starts(logs: Sequence[Log], run: str) -> Log | None:
         return None
     for spans in _step_spans(logs):
         order = sorted(range(len(logs)), key=spans.__getitem__)
-        if _are_continuous([spans[index] for index in order]):
+        pairs = pairwise(spans[index] for index in order)
+        if all(start < next_start and end < next_end for (start, end), (next_start, next_end) in pairs):
             return _merge_logs([logs[index] for index in order], run, sorted(spans))
     return None
 
@@ -142,10 +143,6 @@ def _step_spans(logs: Sequence[Log]) -> Iterator[list[tuple[int, int]]]:
         yield [(int(log_steps[0]), int(log_steps[-1])) for log_steps in steps]
 
 
-def _are_continuous(spans: Sequence[tuple[int, int]]) -> bool:
-    return all(a[0] < b[0] and a[1] < b[1] for a, b in pairwise(spans))
-
-
 def _is_superseded(index: int, spans: Sequence[tuple[int, int]], logs: Sequence[Log]) -> bool:
     """Return True for an unfinished start whose steps are all in another start."""
     first_step, last_step = spans[index]
@@ -158,7 +155,6 @@ def _is_superseded(index: int, spans: Sequence[tuple[int, int]], logs: Sequence[
 
 
 def _run_identity(log: Log) -> object:
-    """Return the properties that all starts of one run share."""
     config: Mapping[str, Any] = log.config or {}
     settings = {
         key: without_times(value) if isinstance(value, str) else value

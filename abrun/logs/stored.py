@@ -1,6 +1,7 @@
 """Reader for abrun's own run directories, wherever they were copied to."""
 
 from pathlib import Path
+from typing import Any
 
 from abrun.errors import StoreError
 from abrun.logs.log import Log, LogStatus, unreadable_log
@@ -38,18 +39,26 @@ def _read_run(run: RunDir, name: str) -> Log:
     record = run.record()
     status, failure = _read_status(run, record.name)
     return Log(
+        **read_recording(run),
         name=name,
         place=printable(str(run.path)),
-        metrics=run.metrics(),
         status=status,
         failure=failure,
         config=dotted({**record.config, "initial_weights": record.initial_weights}),
-        environment=run.environment(),
-        code=run.code_versions(),
-        unread={metric: text.at for metric, text in run.result.text_values.items()},
-        dropped={metric: text.steps for metric, text in run.result.text_values.items()},
         identity=_printable_name(record.name),
     )
+
+
+def read_recording(run: RunDir) -> dict[str, Any]:
+    """Return the fields of a RunRecording that a run directory holds as they are."""
+    texts = run.result.text_values
+    return {
+        "metrics": run.metrics(),
+        "environment": run.environment(),
+        "code": run.code_versions(),
+        "unread": {metric: text.at for metric, text in texts.items()},
+        "dropped": {metric: text.steps for metric, text in texts.items()},
+    }
 
 
 def _find_identity(run: RunDir) -> RunName | None:

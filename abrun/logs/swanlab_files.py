@@ -6,7 +6,7 @@ configuration lies next to them as YAML.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from abrun.logs.foreign.values import (
     parse_foreign_yaml,
     parse_json,
 )
-from abrun.logs.log import NOTHING_RECORDED, Log, LogStatus, replaced_notes
+from abrun.logs.log import NOTHING_RECORDED, Log, LogStatus, collect_points
 from abrun.logs.rows import check_number_of_metrics
 from abrun.logs.wandb_files import (
     FILE_HEADER,
@@ -37,7 +37,6 @@ from abrun.logs.wandb_files import (
     torn_notes,
 )
 from abrun.runs.redaction import printable
-from abrun.stats.series import build_series, split_series
 
 SUFFIX = ".swanlab"
 IDENT = b":SWL\xd6\xe1"  # the format's version follows in the seventh byte
@@ -65,8 +64,13 @@ class Contents:
             self.points[name].add(whole_step, number)
 
 
-def read_swanlab_file(path: Path, name: str) -> Log:
-    """Return the run in a .swanlab file, named `<project>/<run>`. Raises StoreError for any other file."""
+def claims(path: Path, names: Collection[str]) -> bool:
+    """Return True for a file of SwanLab's."""
+    return not names and path.suffix == SUFFIX
+
+
+def read(path: Path, name: str, step_column: str | None) -> list[Log]:
+    """Return the run in a file, named `<project>/<run>`. Raises StoreError."""
     place = printable(str(path))
     contents = Contents()
     with open_file(path) as file:
@@ -80,26 +84,30 @@ def read_swanlab_file(path: Path, name: str) -> Log:
                 break
             end = record_end
             check_number_of_metrics(len(contents.points), place)
-    metrics, replaced = split_series(
-        {metric: build_series(points.steps, points.values) for metric, points in contents.points.items()}
-    )
-    notes = replaced_notes(replaced) + torn_notes(end, size) + left_out_notes(contents.num_left_out)
+    metrics, notes = collect_points(contents.points)
+    notes += torn_notes(end, size) + left_out_notes(contents.num_left_out)
     start, has_started = contents.start, bool(contents.start)
     status: LogStatus = STATES.get(contents.state, "unknown") if has_started else "unknown"
     notes += [NO_EXIT_NOTE] * (status == "running") + [NOTHING_RECORDED] * (not has_started)
-    return Log(
+    config = _read_config(path.parent, notes)
+    metadata = read_companion(path.parent, "files", "swanlab-metadata.json", notes=notes)
+    runtime = as_mapping(as_mapping(parse_json(metadata or b"")).get("runtime"))
+    known = {"python": runtime.get("python_version"), "host": runtime.get("hostname")}
+    environment = parse_environment(known, read_requirements(path.parent, notes))
+    log = Log(
         name="/".join(filter(None, [start.get("project"), start.get("name") or name])),
         place=place,
         metrics=metrics,
         status=status,
         failure=(contents.error or "it crashed or was aborted") if status == "failed" else "",
-        config=_read_config(path.parent, notes) or None,
-        environment=_read_environment(path.parent, notes) or None,
+        config=config or None,
+        environment=environment or None,
         group=start.get("group") or None,
         job_type=start.get("job_type") or None,
         run_id=start.get("id") or None,
         notes=tuple(notes),
     )
+    return [log]
 
 
 def _read_version(header: bytes, place: str) -> int:
@@ -166,10 +174,3 @@ def _read_config(folder: Path, notes: list[str]) -> dict[str, Any]:
             for key, entry in entries.items()
         }
     )
-
-
-def _read_environment(folder: Path, notes: list[str]) -> dict[str, Any]:
-    content = read_companion(folder, "files", "swanlab-metadata.json", notes=notes)
-    runtime = as_mapping(as_mapping(parse_json(content or b"")).get("runtime"))
-    known = {"python": runtime.get("python_version"), "host": runtime.get("hostname")}
-    return parse_environment(known, read_requirements(folder, notes))

@@ -28,7 +28,7 @@ from abrun.logs.golden_values import SERIES, series_table
 from abrun.logs.log import NOTHING_RECORDED, Log, missing_package_error
 from abrun.logs.naming import SEED_LIMIT, strip_suffix
 from abrun.logs.rows import STEP_COLUMNS, check_number_of_metrics, flat_cells, series_of_table
-from abrun.logs.words import COLUMNS
+from abrun.logs.words import COLUMNS, find_columns
 from abrun.runs.layout import RunName
 from abrun.runs.lines import LineParser, damaged_line_error
 from abrun.runs.redaction import list_names, printable
@@ -75,12 +75,9 @@ def find_key_columns(
 
     A `name` column next to `value` names metrics, unless all its values name seeds.
     """
-    columns = {name.strip().lower(): name for name in reversed(names)}
     kinds = {"arm": arm_columns, "run": RUN_COLUMNS, "seed": SEED_COLUMNS}
     key_columns = {
-        kind: next(columns[name] for name in kind_names if name in columns)
-        for kind, kind_names in kinds.items()
-        if any(name in columns for name in kind_names)
+        kind: columns[0] for kind, words in kinds.items() if (columns := find_columns(names, words))
     }
     metric, _ = find_long_names(names)
     if metric and not (
@@ -141,7 +138,7 @@ def read_json_table(path: Path) -> tuple[Table, list[str]]:
     Nested names are joined by '/'; NaN and Infinity may be bare or quoted.
     """
     file, notes = TextFile(path), list[str]()
-    lines = ((number, line) for number, line in enumerate(file.lines(), 1) if line and not line.isspace())
+    lines = _filled_lines(file)
     first_lines = [*islice(lines, 2)]
     if not first_lines:
         notes.append(NOTHING_RECORDED)
@@ -163,6 +160,15 @@ def read_json_table(path: Path) -> tuple[Table, list[str]]:
         is_flat = PLAIN_TYPES.issuperset(map(type, row.values()))
         builder.add(number, row if is_flat else dict(flat_cells(row)))
     return builder.build(), notes or [TORN_NOTE] * file.torn
+
+
+def read_objects(path: Path, notes: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the objects in a file of JSON lines with their line numbers; a torn end becomes a note."""
+    return _parse_objects(path, _filled_lines(TextFile(path)), notes)
+
+
+def _filled_lines(file: TextFile) -> Iterator[tuple[int, bytes]]:
+    return ((number, line) for number, line in enumerate(file.lines(), 1) if line and not line.isspace())
 
 
 def _parse_objects(
@@ -271,7 +277,6 @@ def find_long_names(names: Iterable[str]) -> tuple[str, str]:
 
 
 def _find_by_last_part(names: Iterable[str], words: Sequence[str]) -> str | None:
-    """Return the column whose last path part is the first of `words` that occurs."""
     names_by_last_part = {name.rpartition("/")[2].lower(): name for name in names}
     return next((names_by_last_part[word] for word in words if word in names_by_last_part), None)
 
@@ -288,11 +293,26 @@ def read_trainer_state(path: Path, step_column: str | None = None) -> Log:
     return log_from_table(path, table.rename(name_as_logged), step_column)
 
 
+def read_results(files: Sequence[Path], name: str) -> Log:
+    """Read the `*_results.json` in which transformers' Trainer saves its last metrics, as final scores."""
+    results: dict[str, float | str] = {}
+    for path in sorted(files):  # all_results.json first, which holds the others
+        content = parse_json(TextFile(path).content(), path_text(path))
+        if not isinstance(content, dict):
+            raise StoreError(f"{path_text(path)}: expected an object with metrics, as transformers writes it")
+        results = {**dict(flat_cells(content)), **results}
+    renamed = {name_as_logged(key.removeprefix("train_")): cell for key, cell in results.items()}
+    log = log_from_table(files[0], table_of([{"step": 0.0, **renamed}], path_text(files[0])), "step")
+    guess = "metrics that transformers' Trainer saved at its end, without a step"
+    return replace(log, name=name, axis="final", guesses=(guess,))
+
+
 def name_as_logged(name: str) -> str:
     """Rename a metric like transformers' `rewrite_logs`: eval_x to eval/x, test_x to test/x, x to train/x."""
     if name == "step":
         return name
-    return name.replace("_", "/", 1) if name.startswith(("eval_", "test_")) else f"train/{name}"
+    is_evaluated = name.startswith(("eval_", "test_", "predict_"))
+    return name.replace("_", "/", 1) if is_evaluated else f"train/{name}"
 
 
 # --- Parquet ---

@@ -17,28 +17,20 @@ import numpy as np
 from abrun.errors import StoreError
 from abrun.logs.foreign.files import open_file
 from abrun.logs.foreign.values import MAX_NAME_CHARACTERS, MAX_RECORD_BYTES, Points, as_config, parse_json
-from abrun.logs.log import NOTHING_RECORDED, Log, replaced_notes
+from abrun.logs.log import NOTHING_RECORDED, Log, collect_points
 from abrun.logs.rows import check_number_of_metrics, check_step
 from abrun.runs.redaction import printable
-from abrun.stats.series import build_series, split_series
 
 EVENT_FILE_PREFIX = "events.out.tfevents"
+ARGUMENTS = "args/text_summary"  # of transformers' Trainer, as JSON
 HEADER, FOOTER = 12, 4  # bytes
 # DataType of tensor.proto -> dtype of a tensor's bytes, and the field of numbers used without bytes.
 # (bfloat16 and 8-bit floats are not read.)
+_TYPES = "1 <f4 float  2 <f8 double  3 <i4 int  4 u1 int  5 <i2 int  6 i1 int  9 <i8 int64  17 <u2 int"
+_TYPES += "  19 <f2 half  22 <u4 uint32  23 <u8 uint64"
 TENSOR_TYPES = {
-    **{
-        1: (np.dtype("<f4"), "float_val"),
-        2: (np.dtype("<f8"), "double_val"),
-        3: (np.dtype("<i4"), "int_val"),
-    },
-    **{4: (np.dtype("u1"), "int_val"), 5: (np.dtype("<i2"), "int_val"), 6: (np.dtype("i1"), "int_val")},
-    **{
-        9: (np.dtype("<i8"), "int64_val"),
-        17: (np.dtype("<u2"), "int_val"),
-        19: (np.dtype("<f2"), "half_val"),
-    },
-    **{22: (np.dtype("<u4"), "uint32_val"), 23: (np.dtype("<u8"), "uint64_val")},
+    int(number): (np.dtype(content), f"{field}_val")
+    for number, content, field in (kind.split() for kind in _TYPES.split("  "))
 }
 TIMESTAMP = re.compile(rf"{re.escape(EVENT_FILE_PREFIX)}\.(\d+)")
 
@@ -58,17 +50,17 @@ def read_event_files(files: Sequence[Path], name: str, place: Path) -> Log:
             for value in event.summary.value:
                 number = _read_scalar(value) if len(value.tag) <= MAX_NAME_CHARACTERS else None
                 if number is None:
-                    config.update(_read_arguments(value) or _read_hparams(value))
+                    if value.tag == ARGUMENTS and value.tensor.string_val:
+                        config.update(as_config(parse_json(value.tensor.string_val[0])))
+                    config.update(_read_hparams(value))
                 else:
                     check_step(event.step, file_text, value.tag)
                     is_restart = is_restart or event.step <= first_steps.get(value.tag, -1)
                     points[value.tag].add(event.step, number)
         num_restarts += is_restart
     check_number_of_metrics(len(points), place_text)
-    metrics, replaced = split_series(
-        {tag: build_series(recorded.steps, recorded.values) for tag, recorded in points.items()}
-    )
-    notes = replaced_notes(replaced) + notes
+    metrics, replaced_notes = collect_points(points)
+    notes = replaced_notes + notes
     # Several runs in one folder look the same.
     restart_note = (
         f"{place_text}: its {len(files)} event files were read as one run, restarted "
@@ -152,13 +144,6 @@ def _read_scalar(value: Any) -> float | None:
     return float(repeated[0])
 
 
-def _read_arguments(value: Any) -> dict[str, Any]:
-    """Return the arguments that transformers' Trainer writes as JSON text."""
-    if value.tag != "args/text_summary" or not value.tensor.string_val:
-        return {}
-    return as_config(parse_json(value.tensor.string_val[0]))
-
-
 def _read_hparams(value: Any) -> dict[str, Any]:
     if value.metadata.plugin_data.plugin_name != "hparams":
         return {}
@@ -177,7 +162,6 @@ def _read_hparams(value: Any) -> dict[str, Any]:
 
 
 def _has_valid_crc(record: bytes) -> bool:
-    """Return True if the bytes match the masked CRC-32C in the last 4 of them."""
     crc = google_crc32c.value(record[:-FOOTER])
     masked = (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF  # masked CRC of the TFRecord format
     return masked == struct.unpack_from("<I", record, len(record) - FOOTER)[0]

@@ -1,4 +1,4 @@
-"""Readers of experiment trackers whose local stores hold many runs: MLflow, trackio and SwanLab.
+"""Readers of experiment trackers whose local stores hold many runs: MLflow, SwanLab and trackio.
 
 Each is registered in pyproject.toml as another package's would be. trackio has a SQLite file per project. Its
 table `metrics` has a row of JSON per call of `trackio.log`, and `configs` one per run (gradio-app/trackio,
@@ -9,12 +9,13 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from abrun.errors import StoreError
+from abrun.logs import mlflow_files as mlflow
+from abrun.logs import swanlab_files as swanlab
 from abrun.logs.foreign.columns import TableBuilder
-from abrun.logs.foreign.files import open_file
-from abrun.logs.foreign.sqlite import SQLITE_MAGIC, Database, open_sqlite
+from abrun.logs.foreign.sqlite import Database, holds_tables, open_sqlite
 from abrun.logs.foreign.values import (
     MAX_NAME_CHARACTERS,
     as_config,
@@ -24,49 +25,25 @@ from abrun.logs.foreign.values import (
     parse_json,
 )
 from abrun.logs.log import Log
-from abrun.logs.mlflow_files import PARENT, drop_parents, is_run_folder, read_database, read_run_folder
 from abrun.logs.rows import flat_cells, series_of_table
-from abrun.logs.swanlab_files import SUFFIX, read_swanlab_file
 from abrun.logs.words import WORDS
 from abrun.runs.redaction import printable
 
-SQLITE_SUFFIXES = (".db", ".sqlite", ".sqlite3")
-
-
-class Mlflow:
-    """MLflow's file store, a folder a run, and its database."""
-
-    def claims(self, path: Path, names: Collection[str]) -> bool:
-        return is_run_folder(names) or (not names and find_sqlite_format(path) == "mlflow")
-
-    def read(self, path: Path, name: str, step_column: str | None) -> list[Log]:
-        if find_sqlite_format(path) == "mlflow":
-            return read_sqlite_file(path, "mlflow", step_column)
-        log = read_run_folder(path)
-        return [log] if log else []
+__all__ = ["complete_tracker_logs", "mlflow", "swanlab", "trackio"]
 
 
 class Trackio:
     """trackio's database of a project."""
 
     def claims(self, path: Path, names: Collection[str]) -> bool:
-        return not names and find_sqlite_format(path) == "trackio"
+        return not names and holds_tables(path, WORDS["sqlite"]["trackio"])
 
     def read(self, path: Path, name: str, step_column: str | None) -> list[Log]:
-        return read_sqlite_file(path, "trackio", step_column)
+        with open_sqlite(path) as database:
+            return _read_trackio(database, path, step_column)
 
 
-class SwanLab:
-    """SwanLab's backup file of a run."""
-
-    def claims(self, path: Path, names: Collection[str]) -> bool:
-        return not names and path.suffix == SUFFIX
-
-    def read(self, path: Path, name: str, step_column: str | None) -> list[Log]:
-        return [read_swanlab_file(path, name)]
-
-
-mlflow, trackio, swanlab = Mlflow(), Trackio(), SwanLab()
+trackio = Trackio()
 
 
 def complete_tracker_logs(logs: Sequence[Log]) -> list[Log]:
@@ -74,12 +51,7 @@ def complete_tracker_logs(logs: Sequence[Log]) -> list[Log]:
 
     Trackers name a run `<project>/<run>`; a project that all runs share is dropped.
     """
-    logs = [  # the id of MLflow's parent run is no setting
-        replace(log, config={key: value for key, value in log.config.items() if key != PARENT})
-        if log.config
-        else log
-        for log in drop_parents(logs)
-    ]
+    logs = mlflow.drop_parents(logs)
     projects = {log.name.partition("/")[0] for log in logs}
     if len(projects) == 1 and all("/" in log.name for log in logs):
         logs = [replace(log, name=log.name.partition("/")[2]) for log in logs]
@@ -88,36 +60,6 @@ def complete_tracker_logs(logs: Sequence[Log]) -> list[Log]:
         return list(logs)
     guess = "one value of each metric: final scores, so windows and step one do not apply"
     return [replace(log, axis="final", guesses=(*log.guesses, guess)) for log in logs]
-
-
-# --- SQLite ---
-
-
-def find_sqlite_format(path: Path) -> Literal["mlflow", "trackio"] | None:
-    """Return the tracker that wrote a SQLite file; None for any other file."""
-    if path.suffix.lower() not in SQLITE_SUFFIXES:
-        return None
-    for in_place in (True, False):  # a new file may have its tables in its write-ahead log only
-        try:
-            with open_file(path) as file:
-                if file.read(len(SQLITE_MAGIC)) != SQLITE_MAGIC:
-                    return None
-            with open_sqlite(path, in_place=in_place) as database:
-                for tracker in ("mlflow", "trackio"):
-                    if all(
-                        database.columns(table) >= {*names}
-                        for table, names in WORDS["sqlite"][tracker].items()
-                    ):
-                        return tracker
-        except StoreError:
-            continue
-    return None
-
-
-def read_sqlite_file(path: Path, tracker: str, step_column: str | None = None) -> list[Log]:
-    """Return the runs in a tracker's SQLite file. Raises StoreError."""
-    with open_sqlite(path) as database:
-        return read_database(database) if tracker == "mlflow" else _read_trackio(database, path, step_column)
 
 
 def _read_trackio(database: Database, path: Path, step_column: str | None) -> list[Log]:

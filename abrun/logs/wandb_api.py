@@ -116,7 +116,6 @@ def _has_key(base_url: str) -> bool:
 
 @contextmanager
 def _wrap_errors(path: str) -> Iterator[None]:
-    """Raise errors of wandb and its HTTP clients as a StoreError of one line."""
     try:
         yield
     except StoreError:

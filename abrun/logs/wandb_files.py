@@ -98,7 +98,10 @@ def _build_series(table: Table, steps: Mapping[str, str], step_column: str | Non
     if max(len(step_metrics), len(patterns)) > MAX_STEP_METRICS:
         problem = f"define_metric has more than {MAX_STEP_METRICS} step metrics or patterns"
         raise StoreError(f"{table.place}: {problem}")
-    step_of = {name: _find_step_metric(name, steps, patterns) for name in table.columns}
+    step_of = {
+        name: steps.get(name) or next((patterns[p] for p in patterns if fnmatchcase(name, p)), None)
+        for name in table.columns
+    }
     for step in step_metrics if step_column is None else ():
         names = [name for name in table.columns if name != step and step_of[name] == step]
         if step not in table.columns or not names:
@@ -127,12 +130,6 @@ def _carry_forward(table: Table, step: str, names: Sequence[str]) -> Table:
         column = table.columns[name]
         columns[name] = column.take(column.rows >= steps.rows[0])
     return replace(table, columns={name: column for name, column in columns.items() if len(column)})
-
-
-def _find_step_metric(name: str, steps: Mapping[str, str], patterns: Mapping[str, str]) -> str | None:
-    return steps.get(name) or next(
-        (step for pattern, step in patterns.items() if fnmatchcase(name, pattern)), None
-    )
 
 
 def _read_file(contents: RunContents, path: Path) -> None:

@@ -1,6 +1,6 @@
 """Metrics as arrays: the type that every log is read into. Imports nothing of abrun but its errors."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,11 +95,6 @@ def intersect_steps(grid: Steps, *grids: Steps) -> Steps:
         if not np.array_equal(other_grid, grid):
             grid = np.intersect1d(grid, other_grid, assume_unique=True)
     return grid
-
-
-def split_series(built: Mapping[str, tuple[Series, int]]) -> tuple[dict[str, Series], dict[str, int]]:
-    """Return the series and the numbers of replaced points of metrics that `build_series` built."""
-    return {key: series for key, (series, _) in built.items()}, {key: num for key, (_, num) in built.items()}
 
 
 def clip_to_shared_steps(

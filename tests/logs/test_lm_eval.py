@@ -80,7 +80,10 @@ def test_the_last_evaluation_of_a_task_counts(tmp_path: Path) -> None:
             '{"question": "x"}\n',
             "line 1: no 'doc_id' and 'metrics'; expected a sample of lm-evaluation-harness",
         ),
-        ('{"doc_id": 0, "metrics": []}\nnonsense\n{}\n', "line 2: not a JSON object; remove the line"),
+        (
+            '{"doc_id": 0, "metrics": []}\nnonsense\n{}\n',
+            "line 2: got 'nonsense'; expected a JSON object",
+        ),
     ],
 )
 def test_other_files_of_that_name_are_refused(tmp_path: Path, text: str, message: str) -> None:

@@ -6,7 +6,7 @@ import pytest
 from abrun.errors import ComparisonError
 from abrun.logs import Log
 from abrun.logs.aliases import FRAMEWORK_MARKERS, FRAMEWORKS, parse_aliases, rename_all, rename_metrics
-from abrun.logs.naming import DEFAULT_PATTERNS, guess_baseline, guess_runs, name_runs, name_seeds
+from abrun.logs.naming import guess_baseline, guess_runs, name_runs, name_seeds
 from abrun.runs.layout import RunName
 from abrun.stats.series import Series
 from tests.snapshot import Snapshot
@@ -21,8 +21,13 @@ def named(*names: str, pattern: str | None = None) -> list[str] | str:
     return runs if isinstance(runs, str) else [str(run) for run in runs]
 
 
-@pytest.mark.parametrize("pattern", DEFAULT_PATTERNS)
-def test_default_patterns(pattern: str) -> None:
+PATTERNS = [
+    f"{{arm}}{mark}{word}{{seed}}" for mark in "/-_." for word in ("seed-", "seed_", "seed", "seed=", "s")
+]
+
+
+@pytest.mark.parametrize("pattern", [*PATTERNS, "{arm}/{seed}"])
+def test_seeds_at_the_end_of_names(pattern: str) -> None:
     names = [pattern.format(arm=arm, seed=seed) for arm in ("baseline", "fused-2") for seed in (0, 11)]
     expected = ["baseline/seed-0", "baseline/seed-11", "fused-2/seed-0", "fused-2/seed-11"]
     assert named(*names) == expected
@@ -39,6 +44,7 @@ def test_default_patterns(pattern: str) -> None:
         (["a/3/log.jsonl", "b/3/log.jsonl"], ["a/seed-3", "b/seed-3"]),
         (["<b>'\"-s1", "\\x1b-s1"], ["<b>'\"/seed-1", "\\x1b/seed-1"]),
         (["a-s007", "b-s7"], ["a/seed-7", "b/seed-7"]),
+        (["a-s1", "b_seed1/x", "c/seed=1"], ["a/seed-1", "b/seed-1", "c/seed-1"]),
     ],
 )
 def test_odd_names(names: list[str], expected: list[str]) -> None:

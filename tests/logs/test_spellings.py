@@ -291,18 +291,18 @@ def test_an_odd_table_beside_good_ones_is_left_aside_with_a_line(tmp_path: Path,
     for seed in (0, 1, 2):
         run = tmp_path / f"seed_{seed}"
         written(run / "progress.csv", table(ROWS).replace("step,", "time/iterations,"))
-        written(run / "0.monitor.csv", '#{"t_start": 1.5, "env_id": "E"}\nr,l,t\n1.5,20,3\n')
+        written(run / "0.episodes.csv", '#{"t_start": 1.5, "env_id": "E"}\nr,l,t\n1.5,20,3\n')
         written(run / "ragged.csv", "a,b\n1\n2,3,4\n")
         written(run / "empty.csv", "")
         written(run / "garbage.csv", b"\x81\x82\x00")
     logs = read_logs(str(tmp_path), step_column="time/iterations")
     assert [log.name for log in logs] == [f"seed_{seed}/progress.csv" for seed in (0, 1, 2)]
     said = guesses(logs)
-    for name in ("0.monitor.csv:", "ragged.csv, line 2:", "empty.csv:", "garbage.csv:"):
+    for name in ("0.episodes.csv:", "ragged.csv, line 2:", "empty.csv:", "garbage.csv:"):
         assert f"ignored: {tmp_path}/seed_0/{name} " in said
     assert said.count("(and 2 more ") == 4
     with snapshot.refused(StoreError):
-        read_logs(str(tmp_path / "seed_0" / "0.monitor.csv"), step_column="time/iterations")
+        read_logs(str(tmp_path / "seed_0" / "0.episodes.csv"), step_column="time/iterations")
 
 
 def test_a_damaged_table_that_is_called_like_the_runs_is_a_run_that_cannot_be_read(
@@ -369,6 +369,32 @@ def test_ray_tune(tmp_path: Path) -> None:
     assert values(log, "episode_reward_mean") == {1: 2.5, 2: 2.5}
     assert sorted(log.metrics) == ["config/lr", "episode_reward_mean"]  # one that changes is no configuration
     assert log.config == {"seed": 7, "env": "Cart"}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "metric", "counter"),
+    [
+        ("training.csv", "epoch,loss,val_loss\n0,2.5,3\n1,2.0,2.5\n", "val_loss", "epoch"),  # Keras
+        ("results.csv", "   epoch,  metrics/mAP50(B)\n  1,  0.5\n  2,  0.6\n", "metrics/mAP50(B)", "epoch"),
+        ("progress.csv", "a,time/iterations,time/total_timesteps\n1,1,64\n2,2,128\n", "a", "time/iterations"),
+        ("logs.csv", "learner_steps,learner_walltime,loss\n10,1.5,2\n20,2.5,1\n", "loss", "learner_steps"),
+        ("reward.csv", "0,0.5\n10,0.6\n", "reward", ""),  # torchrl
+        ("metrics.json", '{"iteration": 19, "loss": 2}\n{"iteration": 39, "loss": 1}\n', "loss", ""),
+        ("log.txt", '{"update": 0.5, "num_updates": 100, "loss": "2"}\n' * 2, "loss", ""),  # fairseq
+    ],
+)
+def test_steps_of_other_programs(tmp_path: Path, name: str, content: str, metric: str, counter: str) -> None:
+    log = one(written(tmp_path / name, content).parent)
+    assert len(log.metrics[metric]) == (1 if "txt" in name else 2)
+    assert (f"no step has its usual name: read from {counter}" in log.guesses) == bool(counter)
+
+
+@pytest.mark.parametrize(
+    "content", ["epoch,loss\n1,2\n1,1\n", "epoch,loss\n0.5,2\n1,1\n", "hours,loss\n1,2\n2,1\n"]
+)
+def test_what_does_not_count_up_is_no_step(tmp_path: Path, content: str) -> None:
+    with pytest.raises(StoreError, match="no column has the step"):
+        one(written(tmp_path / "a.csv", content))
 
 
 # --- what is not read, and names ---

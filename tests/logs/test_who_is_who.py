@@ -19,6 +19,7 @@ from abrun.logs import Log, read_logs
 from abrun.logs.naming import guess_runs
 from abrun.logs.recorded.experiment import RecordedExperiment
 from abrun.logs.recorded.sources import ReadingOptions, open_sources
+from abrun.messages.codes import Code
 from abrun.runs.layout import RunName
 from abrun.stats.series import build_series
 
@@ -107,6 +108,22 @@ def test_numbers_of_jobs_and_starts_are_no_seeds(tmp_path: Path, word: str) -> N
     assert not experiment.compare.paired
 
 
+@pytest.mark.parametrize("layout", ["{arm}/{number}/log", "{arm}/4821_{number}", "{arm}-{job}_{number}"])
+def test_numbers_that_may_index_an_array_of_jobs_pair_no_runs(tmp_path: Path, layout: str) -> None:
+    for arm, job in (("old", 48210), ("new", 48211)):
+        for number in range(3):
+            path = tmp_path / "runs" / f"{layout.format(arm=arm, job=job, number=number)}.jsonl"
+            write(path, number)
+    experiment = opened(tmp_path / "runs")
+    assert names(experiment) == {"old": [0, 1, 2], "new": [0, 1, 2]}
+    assert not experiment.seeds_known and not experiment.compare.paired
+    assert Code.NOTHING_SAYS_SEEDS() in experiment.guessed
+    if layout.endswith("log"):
+        with pytest.raises(ComparisonError, match=r"may only count jobs; .* for example: .*--pattern"):
+            opened(tmp_path / "runs", may_unpair=False)
+        assert opened(tmp_path / "runs", pattern="{arm}/{seed}").compare.paired
+
+
 @pytest.mark.parametrize("name", ["latest/log", "best/log", "current"])
 def test_a_copy_of_a_numbered_run_beside_it_is_left_out(tmp_path: Path, name: str) -> None:
     for seed in (0, 1):
@@ -122,6 +139,10 @@ def test_a_copy_of_a_numbered_run_beside_it_is_left_out(tmp_path: Path, name: st
 
 
 def test_an_arm_of_that_name_is_no_copy(tmp_path: Path) -> None:
+    write(tmp_path / "shallow" / "a.jsonl")
+    write(tmp_path / "shallow" / "a" / "latest.jsonl")
+    assert len(read_logs(str(tmp_path / "shallow"))) == 2
+    tmp_path = tmp_path / "arms"
     for arm in ("current", "new"):
         for seed in (0, 1):
             write(tmp_path / arm / f"seed{seed}.jsonl", seed)
@@ -144,6 +165,73 @@ def test_scores_of_checkpoints_are_one_run_by_step(tmp_path: Path, folder: str) 
     curves = [run.metrics["gsm8k/acc"] for run in experiment.runs.values()]
     assert [curve.steps.tolist() for curve in curves] == [[100, 200, 300]] * 2
     assert np.allclose(curves[1].values - curves[0].values, 0.1)
+
+
+@pytest.mark.parametrize(
+    "layout", ["{arm}/seed{seed}/{word}.csv", "{arm}_s{seed}-{word}_model.csv", "{arm}.csv"]
+)
+def test_best_and_last_are_evaluations_of_one_run(tmp_path: Path, layout: str) -> None:
+    for arm in ("old", "new"):
+        scores = {(seed, word): seed + 0.1 * (word == "best") for seed in (1, 2) for word in ("best", "last")}
+        for (seed, word), score in scores.items():
+            path = tmp_path / layout.format(arm=arm, seed=seed, word=word)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"task,score\ngsm8k,{score}\n")
+            if layout == "{arm}.csv":
+                rows = [f"{seed},{word},{score}\n" for (seed, word), score in scores.items()]
+                path.write_text("seed,checkpoint,gsm8k\n" + "".join(rows))
+    experiment = opened(tmp_path)
+    assert names(experiment) == {"old": [1, 2], "new": [1, 2]}
+    found = {
+        name.rpartition("/gsm8k")[0] or name: s
+        for name, s in next(iter(experiment.runs.values())).metrics.items()
+    }
+    assert {name: series.values.tolist() for name, series in found.items()} == {"best": [1.1], "last": [1.0]}
+
+
+def test_results_beside_checkpoints_and_models_of_transformers_are_read(tmp_path: Path) -> None:
+    for arm, shift in (("old", 0.0), ("new", 0.1)):
+        for step in (100, 200):
+            folder = tmp_path / "checkpoints" / arm / f"checkpoint-{step}"
+            folder.mkdir(parents=True)
+            (folder / "eval_results.json").write_text(json.dumps({"eval_loss": 1 - step / 1000 + shift}))
+        for folder in (tmp_path / "checkpoints" / arm, tmp_path / "models" / arm / "seed1"):
+            folder.mkdir(parents=True, exist_ok=True)
+            results = {"epoch": 2.0, "eval_loss": 0.5 + shift, "train_loss": 0.25}
+            (folder / "all_results.json").write_text(json.dumps(results))
+            (folder / "eval_results.json").write_text('{"eval_loss": 9.0}')
+            (folder / "test_results.json").write_text(
+                '{"problem": [' + "1," * (1 << 20) + "1]}"
+            )  # no metrics
+    curves = opened(tmp_path / "checkpoints")
+    assert names(curves) == {"new": [0], "old": [0]}
+    losses = [run.metrics["validation/loss"] for name, run in curves.runs.items() if name.arm == "old"]
+    assert [(loss.steps.tolist(), loss.values.tolist()) for loss in losses] == [([100, 200], [0.9, 0.8])]
+    finals = opened(tmp_path / "models")
+    assert names(finals) == {"new": [1], "old": [1]} and finals.axis == "final"
+    metrics = next(run.metrics for name, run in finals.runs.items() if name.arm == "old")
+    assert {name: series.values.tolist() for name, series in metrics.items()} == {
+        "train/epoch": [2.0],
+        "eval/loss": [0.5],
+        "train/loss": [0.25],
+    }
+
+
+def test_monitors_of_parallel_environments_are_one_run_of_episodes(tmp_path: Path) -> None:
+    for arm in ("old", "new"):
+        for seed in (1, 2):
+            folder = tmp_path / arm / f"seed{seed}"
+            folder.mkdir(parents=True)
+            for worker in (0, 1):
+                episodes = "".join(f"{10 * worker + n},{n + 5},{n + worker / 2}\n" for n in range(3))
+                head = f'#{{"t_start": {100 + seed}, "env_id": "CartPole-v1"}}\nr,l,t\n'
+                (folder / f"{worker}.monitor.csv").write_text(head + episodes)
+    experiment = opened(tmp_path)
+    assert names(experiment) == {"new": [1, 2], "old": [1, 2]}
+    run = next(iter(experiment.runs.values()))
+    assert run.metrics["train/reward"].steps.tolist() == [1, 2, 3, 4, 5, 6]
+    assert run.metrics["train/reward"].values.tolist() == [0, 10, 1, 11, 2, 12]
+    assert "episodes of 2 workers" in str([reason.values.get("guess") for reason in experiment.guessed])
 
 
 def test_epochs_whose_steps_begin_again_are_asked_about(tmp_path: Path) -> None:

@@ -320,7 +320,6 @@ class TextFile:
 
 
 def _peek(blocks: Iterable[bytes]) -> tuple[bytes, Iterator[bytes]]:
-    """Return the first block, and an iterator over all of them."""
     blocks = iter(blocks)
     first_block = next(blocks, b"")
     return first_block, chain([first_block] if first_block else [], blocks)

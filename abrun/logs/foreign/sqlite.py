@@ -7,7 +7,7 @@ import sqlite3
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -18,6 +18,7 @@ from abrun.logs.foreign.values import MAX_RECORD_BYTES
 from abrun.runs.files import is_file
 from abrun.runs.redaction import printable
 
+SUFFIXES = (".db", ".sqlite", ".sqlite3")
 SQLITE_MAGIC = b"SQLite format 3\x00"
 JOURNAL_MAGIC = b"\xd9\xd5\x05\xf9\x20\xa1\x63\xd7"
 STEPS_BETWEEN_CHECKS = 10_000  # of SQLite's virtual machine, well below a millisecond
@@ -77,6 +78,23 @@ class Database:
                     raise KeyboardInterrupt from None
                 problem = "its tables are larger than the file"
             raise StoreError(f"{self.place}: SQLite cannot read it ({problem}); copy it again") from None
+
+
+def holds_tables(path: Path, tables: Mapping[str, Collection[str]]) -> bool:
+    """Return True for a SQLite file that has tables with these columns."""
+    if path.suffix.lower() not in SUFFIXES:
+        return False
+    for in_place in (True, False):  # a new file may have its tables in its write-ahead log only
+        try:
+            with open_file(path) as file:
+                if file.read(len(SQLITE_MAGIC)) != SQLITE_MAGIC:
+                    return False
+            with open_sqlite(path, in_place=in_place) as database:
+                if all(database.columns(table) >= {*columns} for table, columns in tables.items()):
+                    return True
+        except StoreError:
+            continue
+    return False
 
 
 @contextlib.contextmanager

@@ -205,9 +205,7 @@ class RecordedExperiment:
     injected: Mapping[str, InjectedFault] = field(default_factory=dict)
     controls: Mapping[RunName, RecordedRun] = field(default_factory=dict)
     seeds_known: bool = True  # False: unpaired runs that were numbered
-    guessed: tuple[
-        Reason, ...
-    ] = ()  # of runs that abrun did not launch: what names and columns were taken for
+    guessed: tuple[Reason, ...] = ()  # what names and columns of other trainers' runs were taken for
     renamed: Mapping[str, str] = field(default_factory=dict)  # the trainer's metric name -> abrun's name
     left_out: tuple[Reason, ...] = ()  # runs, or parts of runs, that do not count
     unselected: tuple[str, ...] = ()  # names of the runs that --seeds and --exclude leave out
@@ -472,8 +470,7 @@ def resolve_claims(experiment: RecordedExperiment, claims: Sequence[Claim]) -> l
                     f"--claim: metric {claim.metric!r} is not recorded as numbers in any run: {unread[0]}"
                 )
             close_matches = difflib.get_close_matches(claim.metric, recorded_metrics, n=1)
-            close = close_matches[0] if close_matches else None
-            close_text = f"did you mean {close_matches[0] if close_matches else None!r}? " if close else ""
+            close_text = f"did you mean {close_matches[0]!r}? " if close_matches else ""
             raise ComparisonError(
                 f"--claim: metric {claim.metric!r} is not recorded in any run; {close_text}recorded: "
                 f"{list_names(list(recorded_metrics), 12)}"

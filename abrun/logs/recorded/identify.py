@@ -18,6 +18,7 @@ from abrun.logs.naming import (
     Names,
     Naming,
     RunFilter,
+    are_indices,
     ask_about_numbers,
     differ_in_one_number,
     differ_only_by_numbers,
@@ -34,6 +35,7 @@ from abrun.logs.naming import (
 from abrun.logs.recorded.selection import ReadingOptions
 from abrun.messages.codes import Code
 from abrun.runs.files import exists
+from abrun.runs.layout import RunName
 from abrun.runs.redaction import list_names, printable
 
 NAMED_SOURCE = r"([^/:=]+)=(.+)"  # ARM=SOURCE
@@ -112,9 +114,23 @@ def _try_strategies(sources: Sources) -> Naming:
     for strategy in STRATEGIES:
         outcome = strategy(sources)
         if isinstance(outcome, Naming):
-            return outcome
+            return _without_indices(outcome, sources)
         problem = outcome or problem
     raise ComparisonError(problem)
+
+
+def _without_indices(naming: Naming, sources: Sources) -> Naming:
+    """Return the naming, unpaired if its seeds may only count jobs; raise ComparisonError if it must pair."""
+    reading = sources.reading
+    is_stated = reading.unpaired or reading.pattern or reading.seeds_by or reading.allows_one_arm
+    if is_stated or not naming.paired or not are_indices(sources.logs, naming.names):
+        return naming
+    if not sources.may_guess:
+        raise ComparisonError(
+            f"seeds: the numbers of {list_names([log.name for log in sources.logs], 3)} may only count jobs; "
+            "say with --pattern that they are seeds, or pass --unpaired"
+        )
+    return replace(naming, paired=False, seeds_known=False, guessed=(Code.NOTHING_SAYS_SEEDS(),))
 
 
 # --- strategies ---
@@ -145,13 +161,10 @@ def name_by_options(sources: Sources) -> Naming | str | None:
         raise ComparisonError(
             f"--arms-by: got {reading.arms_by!r}, but the sources name their arms; drop it or the names"
         )
-    arms: list[str] | None = None
-    if len(sources.named_sources) > 1 or sources.has_arms:
-        by_source = _source_arms(sources)
-        if isinstance(by_source, str) and not reading.arms_by:
-            return by_source
-        logs_by_source = zip(by_source, sources.logs_by_source, strict=False)
-        arms = [arm for arm, logs in logs_by_source for _ in logs]
+    has_source_arms = not reading.arms_by and (len(sources.named_sources) > 1 or sources.has_arms)
+    arms = _arms_of_logs(sources) if has_source_arms else None
+    if isinstance(arms, str):
+        return arms
     naming = name_by_settings(sources.logs, reading.arms_by, reading.seeds_by, arms)
     if isinstance(naming, str):
         raise ComparisonError(naming)
@@ -227,11 +240,10 @@ def guess_names(sources: Sources) -> Naming | str | None:
             return naming
     if problem := _find_several_arms(sources):
         return problem
-    arms = _source_arms(sources)
+    arms = _arms_of_logs(sources)
     if isinstance(arms, str):
         return arms
-    arm_of_logs = [arm for arm, arm_logs in zip(arms, sources.logs_by_source, strict=True) for _ in arm_logs]
-    naming = guess_runs(logs, arm_of_logs, run_filter)
+    naming = guess_runs(logs, arms, run_filter)
     kinds = [
         {re.sub(r"\d+", "", name): log for name, log in zip(names_without_numbers(own), own, strict=True)}
         for own in sources.logs_by_source
@@ -264,19 +276,18 @@ def _name_as_one_set(sources: Sources, logs: Sequence[Log], unpaired: bool) -> N
 
 def _name_each_source(sources: Sources, unpaired: bool) -> Names:
     """Return the run names of sources of one arm each; sources of the same given arm are read together."""
-    arms = _source_arms(sources)
+    arms, named = _arms_of_logs(sources), dict[int, RunName]()
     if isinstance(arms, str):
         return arms
-    logs_by_arm: dict[str, list[Log]] = {}
-    for arm, arm_logs in zip(arms, sources.logs_by_source, strict=True):
-        logs_by_arm.setdefault(arm, []).extend(arm_logs)
-    run_by_log = {}
-    for arm, arm_logs in logs_by_arm.items():
-        names = name_seeds(arm_logs, arm, sources.pattern, unpaired=unpaired, run_filter=sources.run_filter)
+    for arm in dict.fromkeys(arms):
+        logs = {index: log for index, log in enumerate(sources.logs) if arms[index] == arm}
+        names = name_seeds(
+            [*logs.values()], arm, sources.pattern, unpaired=unpaired, run_filter=sources.run_filter
+        )
         if isinstance(names, str):
             return names
-        run_by_log |= {id(log): name for log, name in zip(arm_logs, names, strict=True)}
-    return [run_by_log[id(log)] for log in sources.logs]
+        named |= zip(logs, names, strict=True)
+    return [named[index] for index in sorted(named)]
 
 
 def _as_naming(sources: Sources, rule: Callable[[bool], Names]) -> Naming | str:
@@ -320,6 +331,14 @@ def arm_from_source(source: str) -> str:
     path = rest if colon and prefix in prefixes() else source
     name = Path(path).resolve().name if exists(Path(path)) else path.rstrip("/").split("/")[-1]
     return printable(strip_suffix(name.rpartition("\\")[2]))
+
+
+def _arms_of_logs(sources: Sources) -> list[str] | str:
+    """Return the arm of each log, as its source is called, or why that names none."""
+    arms = _source_arms(sources)
+    if isinstance(arms, str):
+        return arms
+    return [arm for arm, logs in zip(arms, sources.logs_by_source, strict=True) for _ in logs]
 
 
 def _source_arms(sources: Sources) -> list[str] | str:
@@ -370,7 +389,6 @@ def _name_lone_arm(sources: Sources) -> Sequence[tuple[str | None, str]]:
 
 
 def _common_folder(named_sources: Sequence[tuple[str | None, str]]) -> str | None:
-    """Return the only source, or the folder that holds all of them; None if there is none."""
     if len(named_sources) == 1:
         return named_sources[0][1]
     paths = [Path(source) for _, source in named_sources]

@@ -168,20 +168,17 @@ def _format_rows(rows: Sequence[Any]) -> str:
 
 def load_reference(path: Path) -> Reference:
     """Return the reference in a file. Raises ComparisonError if it is not one, or of another version."""
-    if not is_file(path):
-        if is_file(path / EXPERIMENT):
-            raise ComparisonError(
-                f"{path}: belongs to an experiment and is not a reference; make one from its runs: abrun "
-                f"reference save {shlex.quote(str(path))} --output reference.json"
-            )
-        problem = "not a file" if exists(path) else "no such file"
-        raise ComparisonError(f"reference: got {str(path)!r}, {problem}; make one with abrun reference save")
-    content = read_json(path)
-    if "recipe" in content:
+    is_folder = is_file(path / EXPERIMENT)
+    content = read_json(path) if is_file(path) else {}
+    if is_folder or "recipe" in content:
+        directory = shlex.quote(str(path if is_folder else path.parent))
         raise ComparisonError(
             f"{path}: belongs to an experiment and is not a reference; make one from its runs: abrun "
-            f"reference save {shlex.quote(str(path.parent))} --output reference.json"
+            f"reference save {directory} --output reference.json"
         )
+    if not is_file(path):
+        problem = "not a file" if exists(path) else "no such file"
+        raise ComparisonError(f"reference: got {str(path)!r}, {problem}; make one with abrun reference save")
     if content.get("schema_version") not in _READ_VERSIONS or "runs" not in content:
         version = shortened(content.get("schema_version"))
         raise ComparisonError(
@@ -272,17 +269,16 @@ def _frozen_metrics(run: RecordedRun, compare: Compare, grids: Mapping[str, Step
     metrics = {}
     for metric in dict.fromkeys(metric_names):
         if metric in run.metrics:
-            series = _thin_series(run.series(metric), _full_windows(metric, compare, grids))
+            windows = [
+                window_bounds(claim.window, grids[metric], metric)
+                for claim in compare.claims
+                if claim.metric == metric and len(grids[metric])
+            ]
+            series = _thin_series(run.series(metric), windows)
             metrics[metric] = {"steps": series.steps.tolist(), "values": series.values.tolist()}
             if series.recounted:
                 metrics[metric]["recounted"] = series.recounted
     return metrics
-
-
-def _full_windows(metric: str, compare: Compare, grids: Mapping[str, Steps]) -> Sequence[tuple[int, int]]:
-    """Return the windows, as first and last step, in which every step of a metric is kept."""
-    claims = [claim for claim in compare.claims if claim.metric == metric and len(grids[metric])]
-    return [window_bounds(claim.window, grids[metric], metric) for claim in claims]
 
 
 def _thin_series(series: Series, windows: Sequence[tuple[int, int]]) -> Series:
@@ -304,6 +300,9 @@ def _load_run(row: Mapping[str, Any], content: Mapping[str, Any], path: Path) ->
     metrics = {
         metric: _load_series(metric, stored_series) for metric, stored_series in row["metrics"].items()
     }
+    axis = content.get("axis", "steps")  # files without scores do not say
+    if axis not in get_args(Axis):
+        raise ValueError(f"axis: got {shortened(axis)}; expected one of {', '.join(get_args(Axis))}")
     environment = {**content["environment"], **row["environment"]}
     checked(Environment, environment, path)
     config = migrate_dotted({**content["config"], **row["config"]})
@@ -316,17 +315,9 @@ def _load_run(row: Mapping[str, Any], content: Mapping[str, Any], path: Path) ->
         runs_per_gpu=runs_per_gpu if type(runs_per_gpu) is int else 1,
         environment=environment,
         metrics=metrics,
-        axis=_load_axis(content),
+        axis=axis,
         thinned=True,
     )
-
-
-def _load_axis(content: Mapping[str, Any]) -> Axis:
-    """Return what the positions of the stored series are; files without scores do not say."""
-    axis = content.get("axis", "steps")
-    if axis not in get_args(Axis):
-        raise ValueError(f"axis: got {shortened(axis)}; expected one of {', '.join(get_args(Axis))}")
-    return axis
 
 
 def _load_series(metric: str, stored_series: Mapping[str, Any]) -> Series:

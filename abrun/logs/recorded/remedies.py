@@ -47,7 +47,6 @@ def suggest_command(
 
 
 def _is_grid(experiment: RecordedExperiment) -> bool:
-    """Return True if all arms have the same seeds."""
     seeds = [{run.seed for run in experiment.runs if run.arm == arm} for arm in experiment.arms]
     return len(seeds) > 1 and all(arm_seeds == seeds[0] for arm_seeds in seeds)
 

@@ -128,7 +128,10 @@ class Selection:
         runs = {run: _merge_run_starts(run, logs) for run, logs in selected.items()}
         end = max(map(last_step, [*runs.values(), *(log for _, log in named)]), default=0)
         left_out = self._left_out_by_seeds(logs_of, end)
-        excluded_runs = [f"{_display_name(log)}{_describe_ending(log, end)}" for log in excluded]
+        excluded_runs = []
+        for log in excluded:
+            name = f"{log.name} ({log.run_id})" if log.run_id else log.name
+            excluded_runs.append(f"{printable(name)}{_describe_ending(log, end)}")
         excluded_runs += [
             f"{run}{_describe_ending(_merge_run_starts(run, logs_of[run]), end)}" for run in excluded_names
         ]
@@ -179,10 +182,6 @@ def restarted_counter_reasons(runs: Mapping[RunName, Log]) -> list[Reason]:
     steps = max(len(series) for series in log.metrics.values() if series.recounted == count)
     run_names = [str(run) for run, _, _ in restarted]
     return [Code.COUNTER_RESTARTED(runs=run_names, num_repeated=count, num_steps=steps)]
-
-
-def _display_name(log: Log) -> str:
-    return printable(f"{log.name} ({log.run_id})" if log.run_id else log.name)
 
 
 def _merge_run_starts(run: RunName, logs: Sequence[Log]) -> Log:

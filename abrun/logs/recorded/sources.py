@@ -17,7 +17,7 @@ from abrun.logs.naming import guess_baseline, pattern_fields
 from abrun.logs.recorded.experiment import RecordedExperiment, RecordedRun, refuse_mixed_axes, resolve_claims
 from abrun.logs.recorded.identify import Sources, arm_from_source, identify_runs, parse_source
 from abrun.logs.recorded.remedies import suggest_command
-from abrun.logs.recorded.selection import ReadingOptions, restarted_counter_reasons
+from abrun.logs.recorded.selection import ReadingOptions, last_step, restarted_counter_reasons
 from abrun.logs.recorded.stored import choose_baseline, load_experiment
 from abrun.messages.codes import Code, Reason
 from abrun.messages.numbers import counted
@@ -95,31 +95,21 @@ def open_sources(
 
 def _add_interim(experiment: RecordedExperiment, reading: ReadingOptions) -> RecordedExperiment:
     """Return the experiment with interim analyses. Raises ComparisonError if its runs do not fit them."""
-    option, counts = reading.given_options["--interim"], reading.interim
-    if not is_interim_schedule(counts):
-        raise ComparisonError(
-            f"--interim: got {option}; allowed: two or more increasing numbers of pairs, from 2 up, such as "
-            "3,5,8"
-        )
-    if reading.allows_one_arm:
-        raise ComparisonError(
-            f"--interim: got {option} with a reference, which allows no interim analyses; drop it"
-        )
-    if not experiment.compare.paired:
-        raise ComparisonError(
-            f"--interim: got {option} with unpaired runs; give both arms the same seeds, or drop it"
-        )
+    counts, problem = reading.interim, ""
     num_pairs = max((len(experiment.pairs(arm)) for arm in experiment.treatments), default=0)
-    if num_pairs < counts[0]:
-        raise ComparisonError(
-            f"--interim: got {option}, but there are only {num_pairs} pairs; train more for the first "
-            "analysis"
-        )
-    if num_pairs > counts[-1]:
-        raise ComparisonError(
-            f"--interim: got {option}, but there are {num_pairs} pairs, and the last analysis takes all; "
-            "choose pairs with --seeds"
-        )
+    if not is_interim_schedule(counts):
+        problem = "; allowed: two or more increasing numbers of pairs, from 2 up, such as 3,5,8"
+    elif reading.allows_one_arm:
+        problem = " with a reference, which allows no interim analyses; drop it"
+    elif not experiment.compare.paired:
+        problem = " with unpaired runs; give both arms the same seeds, or drop it"
+    elif num_pairs < counts[0]:
+        problem = f", but there are only {num_pairs} pairs; train more for the first analysis"
+    elif num_pairs > counts[-1]:
+        problem = f", but there are {num_pairs} pairs, and the last analysis takes all"
+        problem += "; choose pairs with --seeds"
+    if problem:
+        raise ComparisonError(f"--interim: got {reading.given_options['--interim']}{problem}")
     compare = experiment.compare.model_copy(update={"interim": list(counts)})
     return replace(experiment, compare=compare)
 
@@ -188,6 +178,8 @@ def build_foreign_experiment(sources: Sources, reading: ReadingOptions) -> Recor
     _refuse_without_numbers(by_name, arms)
 
     by_name = _mark_diverged(by_name)
+    ((_, source), *others) = sources.named_sources
+    title = "-vs-".join(arms) if others else arm_from_source(source)
     ordered = sorted(by_name, key=lambda run: (run.seed, arms.index(run.arm), run.rerun))
     guessed = [
         *(Code.LOG_READ_AS(guess=text) for log in by_name.values() for text in log.guesses),
@@ -196,7 +188,7 @@ def build_foreign_experiment(sources: Sources, reading: ReadingOptions) -> Recor
         *(Code.LOG_READ_AS(guess=text) for text in renamed.guessed),
     ]
     return RecordedExperiment(
-        name=_experiment_name(sources.named_sources, arms),
+        name=re.sub(r"[^A-Za-z0-9._-]+", "-", title).strip("-.")[:100] or "comparison",
         arms=arms,
         compare=Compare(paired=paired),
         runs={run: _make_run(run, by_name[run], seed_is_unknown=not naming.seeds_known) for run in ordered},
@@ -215,22 +207,17 @@ def build_foreign_experiment(sources: Sources, reading: ReadingOptions) -> Recor
 def _refuse_duplicate_runs(sources: Sequence[str], logs_by_source: Sequence[Sequence[Log]]) -> None:
     """Raise ComparisonError if two sources hold the same run, which would be compared with itself."""
     seen_places: dict[tuple[object, str | None], tuple[int, str]] = {}
-    for number, (source, logs) in enumerate(zip(sources, logs_by_source, strict=True)):
+    for number, logs in enumerate(logs_by_source):
         for log in logs:
-            first_source, place = seen_places.setdefault(
-                (_file_identity(log.place), log.run_id), (number, log.place)
-            )
-            if (first_source, place) != (number, log.place):
+            key, place = (_file_identity(log.place), log.run_id), printable(log.place)
+            first_source, first_place = seen_places.setdefault(key, (number, place))
+            if (first_source, first_place) != (number, place):
+                problem = f"{list_names([sources[first_source], sources[number]])} both hold {place}"
                 if first_source == number:
-                    places = f"{printable(place)} and {printable(log.place)}"
-                    raise ComparisonError(
-                        f"sources: {places} are one file, and a run compared with itself always agrees; give "
-                        "each arm its own runs"
-                    )
-                source_names = list_names([sources[first_source], source])
+                    problem = f"{first_place} and {place} are one file"
                 raise ComparisonError(
-                    f"sources: {source_names} both hold {printable(log.place)}, and a run compared with "
-                    "itself always agrees; give each arm its own runs"
+                    f"sources: {problem}, and a run compared with itself always agrees; give each arm its "
+                    "own runs"
                 )
 
 
@@ -264,7 +251,7 @@ def _add_renamed_keys(unread: Mapping[str, T], names: Mapping[str, str]) -> dict
 
 def _mark_diverged(logs: Mapping[RunName, Log]) -> dict[RunName, Log]:
     """Return the logs, those as failed that break off with NaN or Inf where other runs go on."""
-    last_steps = {run: _last_step(log) for run, log in logs.items()}
+    last_steps = {run: last_step(log) for run, log in logs.items()}
     longest = max(last_steps.values(), default=0)
     marked = dict(logs)
     for run, log in logs.items():
@@ -275,10 +262,6 @@ def _mark_diverged(logs: Mapping[RunName, Log]) -> dict[RunName, Log]:
             failure = f"its log ends with {list_names(broken)} not finite, others go on to step {longest}"
             marked[run] = replace(log, status="failed", failure=failure)
     return marked
-
-
-def _last_step(log: Log) -> int:
-    return max((int(series.steps[-1]) for series in log.metrics.values() if len(series.steps)), default=0)
 
 
 def _make_run(name: RunName, log: Log, *, seed_is_unknown: bool) -> RecordedRun:
@@ -295,7 +278,6 @@ def _make_run(name: RunName, log: Log, *, seed_is_unknown: bool) -> RecordedRun:
 def _order_arms(
     runs: Mapping[RunName, Log], reading: ReadingOptions, *, has_several_sources: bool
 ) -> tuple[tuple[str, ...], list[Reason]]:
-    """Return the arms, baseline first, and the guesses made about them."""
     arms = list(dict.fromkeys(run.arm for run in runs))
     baseline = reading.baseline
     if len(arms) < 2 and not (reading.allows_one_arm or reading.may_be_one_arm):
@@ -351,12 +333,6 @@ def _leave_out_other_reruns(
             "leave this one out with --exclude"
         )
     return remaining, [Code.RERUNS_LEFT_OUT(runs=[str(run) for run in reruns])] if reruns else []
-
-
-def _experiment_name(sources: Sequence[tuple[str | None, str]], arms: Sequence[str]) -> str:
-    """Return an experiment name that is valid as a folder name."""
-    text = arm_from_source(sources[0][1]) if len(sources) == 1 else "-vs-".join(arms)
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-.")[:100] or "comparison"
 
 
 def share_prompts(logs: Mapping[RunName, Log]) -> tuple[dict[RunName, Log], list[Reason]]:

@@ -8,8 +8,10 @@ from typing import Any
 
 from abrun.errors import ComparisonError, RecipeError, StoreError
 from abrun.experiment.plan import describe_decisions, launched_compare_hash
+from abrun.logs.log import sanitize_recording
 from abrun.logs.recorded.experiment import RecordedExperiment, RecordedRun
 from abrun.logs.recorded.reference import load_reference
+from abrun.logs.stored import read_recording
 from abrun.messages.codes import Code, Reason
 from abrun.messages.numbers import listed
 from abrun.recipe.experiment import parse_stored_recipe, parse_stored_run
@@ -143,36 +145,30 @@ def _load_run(run: RunDir, name: RunName) -> RecordedRun:
 
 
 def _read_run(run: RunDir, name: RunName) -> RecordedRun:
-    metrics = run.metrics()
-    state = read_state(run, name)
-    record, launches, result = run.record() if run.exists else None, run.launches(), run.result
+    state, result, launches = read_state(run, name), run.result, run.launches()
+    record = run.record() if run.exists else None
+    attempts = run.attempts()
+    started_s, ended_s = (attempts[0].started_s, attempts[-1].ended_s) if attempts else (None, None)
+    fields = {
+        **read_recording(run),
+        "place": str(run.path),
+        "failure": _describe_failure(state) if state.status == "failed" else "",
+        "config": _dotted_config(record) if record else None,
+    }
     return RecordedRun(
+        **sanitize_recording(fields),
         name=name,
-        place=str(run.path),
         status=state.status if is_directory(run.path) else "missing",
-        failure=display_safe(_describe_failure(state)) if state.status == "failed" else "",
         identity=asdict(record.name) if record else None,
-        config=display_safe_tree(_dotted_config(record)) if record else None,
-        environment=display_safe_tree(run.environment()),
-        metrics={display_safe(metric): series for metric, series in metrics.items()},
-        code=tuple(map(display_safe, run.code_versions())),
-        unread={display_safe(metric): display_safe(text.at) for metric, text in result.text_values.items()},
-        dropped={display_safe(metric): text.steps for metric, text in result.text_values.items()},
         final_weights_hash=result.final_weights_hash,
         rollouts_sha256=result.rollouts_sha256,
         wandb=_mirror_url(run),
         final_sketch=run.final_sketch,
         initial_sketch=run.initial_sketch,
-        span_s=_span_s(run),
+        span_s=None if started_s is None or ended_s is None else (started_s, ended_s),
         runs_per_gpu=max((launch.runs_per_gpu for launch in launches), default=1),
         mps=any(launch.mps for launch in launches),
     )
-
-
-def _span_s(run: RunDir) -> tuple[float, float] | None:
-    attempts = run.attempts()
-    started_s, ended_s = (attempts[0].started_s, attempts[-1].ended_s) if attempts else (None, None)
-    return None if started_s is None or ended_s is None else (started_s, ended_s)
 
 
 def _mirror_url(run: RunDir) -> str | None:
