@@ -25,8 +25,8 @@ from abrun.verdict.description import (
     untransformed_claim,
 )
 from abrun.verdict.evidence import Evidence
-from abrun.verdict.failure_rates import counts_failures
 from abrun.verdict.grids import majority_grid, select_window
+from abrun.verdict.limits import counts_failures
 from abrun.verdict.results import ClaimResult
 from abrun.verdict.sensitivity import check_distinct_seeds
 from abrun.verdict.skewness import VALUES, find_skew
