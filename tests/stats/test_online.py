@@ -1,5 +1,7 @@
 """The online procedure against its oracle in plain loops, and campaigns of many candidates."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from scipy import stats
@@ -60,7 +62,7 @@ def test_pairs_are_planned_for_the_improvement_that_must_not_be_missed():
 QUIET = Memory(
     old_mean=0.4, num_old=8, runs=Noise(squares=50.0, dof=50.0), pairs=Noise(squares=100.0, dof=50.0)
 )
-RULES = {"level": 0.01, "worth": 2.0}
+RULES: dict[str, Any] = {"level": 0.01, "worth": 2.0}
 
 
 def test_a_reading_is_the_paired_t_test_with_the_pooled_variance():
@@ -118,7 +120,7 @@ def test_identical_runs_are_decided_by_value():
     memory = Memory(
         old_mean=1.0, num_old=3, runs=Noise(squares=0.0, dof=2.0), pairs=Noise(squares=0.0, dof=2.0)
     )
-    same, rules = np.ones(3), {"level": 0.01, "worth": 0.5}
+    same, rules = np.ones(3), RULES | {"worth": 0.5}
     with np.errstate(all="ignore"):
         assert read_candidate(same + 1, same, memory, **rules).better
         assert not read_candidate(same, same, memory, **rules).better

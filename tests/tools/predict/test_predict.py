@@ -339,17 +339,17 @@ trace.run_to_end(trace.main)
 
 
 @pytest.fixture
-def serve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
+def serve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], int]:
     """Has the process that forks answer by an expression, without the seconds of importing the trainer."""
     monkeypatch.setattr(probes, "TRACE", "hollow_server")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     script = tmp_path / "hollow_server.py"
-    return lambda answer: script.write_text(SERVER.replace("ANSWER", answer)) and None
+    return lambda answer: script.write_text(SERVER.replace("ANSWER", answer))
 
 
 def test_a_dry_run_without_the_model_is_still_a_plan(
-    monkeypatch: pytest.MonkeyPatch, serve: Callable[[str], None], snapshot: Snapshot
+    monkeypatch: pytest.MonkeyPatch, serve: Callable[[str], int], snapshot: Snapshot
 ) -> None:
     """A hub's model where there is no network: said in one line, with what to do. A crash is none."""
     monkeypatch.setattr(probes, "hub_refusal", lambda name: None)  # only its trainer can tell
@@ -367,7 +367,7 @@ def test_a_dry_run_without_the_model_is_still_a_plan(
 
 
 def test_a_process_that_was_killed_between_questions_is_started_again(
-    tmp_path: Path, serve: Callable[[str], None]
+    tmp_path: Path, serve: Callable[[str], int]
 ) -> None:
     config: Any = load_recipe(RECIPE).run_config("baseline")
     serve("trace.open_row_writer(directory).write({'longest': 7}) or 0")
