@@ -63,7 +63,7 @@ def test_reference_pages_have_every_name_that_a_user_may_or_may_not_write() -> N
     assert codes == {0, 1, 2, *EXIT_CODES.values(), *gating.EXIT_CODES.values()}
 
 
-MAX_WORDS = {"README.md": 1000, "docs": 29_800, "docs/reference": 13_000}
+MAX_WORDS = {"README.md": 1000, "docs": 30_500, "docs/reference": 13_000}
 RESULTS = "\n## Results\n"  # of docs/evidence.md, which grow with each experiment
 EXPERIMENTS = [*(ROOT / "docs" / "evidence").glob("*/README.md")]
 CHANGES = "changelog.md"  # grows with each version
