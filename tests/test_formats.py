@@ -110,7 +110,7 @@ def test_references_and_ledgers_are_read_and_extended(stored: Path, abrun: Abrun
     assert extended and [each.seeds for each in extended.entries] == [[0, 1]] * 2
     if Path("runs/gate.jsonl").is_file():
         code, output, errors = abrun("gate", "--against", "runs/gate.jsonl")
-        assert code == 0 and "OPEN" in output, output + errors
+        assert code == 2 and "of an earlier abrun, without controls; start a new store" in errors
 
 
 @of_few_formats

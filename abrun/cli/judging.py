@@ -55,6 +55,18 @@ Before = Annotated[
         "is red in both is `red before`, not `regressed here`.",
     ),
 ]
+NoiseFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="History of the noise over seeds of runs not launched by abrun: used, and added to with "
+        "--output.",
+    ),
+]
+RunHours = Annotated[
+    float | None,
+    typer.Option(min=0, help="GPU hours of one run; default: those that the --from runs took."),
+]
 Rerun = Annotated[
     Path | None,
     typer.Option(
@@ -83,14 +95,7 @@ def compare(
     unpaired: arguments.Unpaired = False,
     interim: arguments.Interim = None,
     no_step_one: arguments.NoStepOne = False,
-    noise: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="History of the noise over seeds of runs not launched by abrun: used, and added to with "
-            "--output.",
-        ),
-    ] = None,
+    noise: NoiseFile = None,
     fleet: FleetFolder = None,
     before: Before = None,
     rerun: Rerun = None,
@@ -139,6 +144,7 @@ def compare(
     if not sources:
         raise RecipeError("compare: got no runs; give an experiment or folders of runs, or --fleet FOLDER")
     if list_runs:
+        refuse_options({"--output": output, "--noise": noise}, "--list: got {option} as well; drop it")
         return _list_runs(sources, reading)
     if wandb and output is None:
         raise RecipeError("--wandb requires --output FOLDER, whose report it uploads; add it")
@@ -393,10 +399,7 @@ def power(
         float | None, typer.Option(min=-0.99, max=0.99, help="Correlation of arms that share a seed.")
     ] = None,
     max_seeds: PlannedSeeds = None,
-    hours: Annotated[
-        float | None,
-        typer.Option(min=0, help="GPU hours of one run; default: those that the --from runs took."),
-    ] = None,
+    hours: RunHours = None,
     as_json: arguments.Json = False,
     runs_dir: arguments.RunsDir = Path("runs"),
 ) -> None:

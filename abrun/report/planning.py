@@ -285,6 +285,8 @@ class PowerPlan:
     def _render_priced(self, plan: PlannedClaim) -> Iterator[RenderableType]:
         """Yield a table of windows and settings, and the cheapest over which the baseline's curve is flat."""
         priced = self.priced(plan)
+        if self.variants and not priced:
+            yield Text(f"{plan.claim.metric}: settings are priced for margins in the metric's unit only")
         rows = [
             (
                 *([row.experiment] if self.variants else []),

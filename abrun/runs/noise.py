@@ -1,7 +1,7 @@
 """History of the noise of paired differences: `noise.jsonl`, a line for each experiment, metric and window.
 
-A launch reads it once, before the runs, and records what it takes from it; each report of an experiment adds
-to it. No verdict reads this file.
+A launch reads it once, before the runs, and records what it takes from it: verdicts of experiments read that
+record. `abrun compare --noise FILE` reads one for other runs. Each report adds to it.
 """
 
 from collections.abc import Iterable

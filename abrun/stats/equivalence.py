@@ -77,9 +77,8 @@ def equivalence_test(
     baseline_values, treatment_values = check_samples(baseline, treatment, margin, paired=paired)
     outcomes = find_outcomes(baseline_values, treatment_values, yardstick, paired=paired)
     samples, borrowed = (baseline_values, treatment_values), {"prior": prior, "further": further}
-    mean, error, dof = estimate_difference(
-        *samples, resolution, paired=paired, **({} if yardstick is not None else borrowed)
-    )
+    borrowed = {} if yardstick is not None else borrowed
+    mean, error, dof = estimate_difference(*samples, resolution, paired=paired, **borrowed)
 
     def tail(sign: int, share: float) -> float:
         """Return P(a mean of sign * difference - share * yardstick this small), if the true mean is 0."""
@@ -101,8 +100,8 @@ def equivalence_test(
     intervals = {}
     for level in {alpha, ALPHA}:
         half_width = float(special.stdtrit(dof, 1 - level)) * error
-        t_ends = mean - half_width, mean + half_width
-        intervals[level] = outcomes.interval(level) if outcomes else t_ends
+        ends = mean - half_width, mean + half_width
+        intervals[level] = outcomes.interval(level) if outcomes else ends
     p_tost = max(tail(1, margin), tail(-1, margin))
     sign_towards_zero = -1 if mean >= 0 else 1
     certified_bound = max(map(abs, intervals[alpha]))

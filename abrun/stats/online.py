@@ -43,6 +43,7 @@ _INITIAL_SHARE = 0.9  # of alpha, spent until the first discovery
 _DECAY = 1.3  # gamma_j is proportional to j ** -_DECAY
 _PRIOR_DOF = 4  # weight of the pooled variance beside a larger variance of its own
 _VARIANCE_LEVEL = 0.02
+_SHIFT_SHOWN = 6.63  # chi square of one degree of freedom at 1 %
 _PRIOR_ROUNDS, _PRIOR_ENVIRONMENT = 4, 0.25**2  # rounds' worth of a guess, in variances of a run
 _PLANNED_LEVEL, _PLANNED_POWER = 0.0005, 0.8  # of a candidate in the middle of a campaign
 
@@ -117,7 +118,20 @@ def lord_level(number: int, discoveries: Sequence[int], alpha: float = ALPHA) ->
 def spent_level(level: ArrayLike, num_seeds: int, max_seeds: int) -> Array:
     """Return how much of a candidate's level its readings up to `num_seeds` may have spent."""
     share = (num_seeds / max_seeds) ** 3 if MIN_SEEDS <= num_seeds <= max_seeds else 0.0
-    return SPENDING * share * np.asarray(level)
+    spending = SPENDING if max_seeds < MAX_SEEDS else 1.0  # too few pairs for `worth` discard too late
+    return spending * share * np.asarray(level)
+
+
+def reading_sizes(num_before: int, num_seeds: int, max_seeds: int) -> list[int]:
+    """Return the numbers of seeds at which a candidate is read, after `num_before`, up to `num_seeds`.
+
+    The schedule doubles from 1, as simulated; a candidate that has all its seeds at once is read at each.
+    """
+    sizes, size = [], 1
+    while size < num_seeds:
+        sizes.append(size)
+        size += seeds_to_add(size, max_seeds) or num_seeds
+    return [size for size in (*sizes, num_seeds) if size > num_before]
 
 
 def plan_seeds(worth: float) -> int:
@@ -164,8 +178,8 @@ def read_candidate(
 
     `level` is this reading's, `margin` the improvement that BETTER must exceed and `worth` the one that must
     not be missed, in units of the values or `in_sds` in pooled standard deviations. A candidate is either
-    better, alike or worse, or none of them (open). Without controls the environment is assumed to have moved
-    by `OLD_RUNS_SD` at least, which enters the error.
+    better, alike or worse, or none of them (open). Old runs weigh less the farther the environment moved: as
+    in earlier rounds, or as this one's controls show (z test at 1 %); without them by `OLD_RUNS_SD` or more.
     """
     values = np.asarray(candidate, float)
     num_seeds, variance = values.shape[-1], memory.runs.variance
@@ -174,6 +188,11 @@ def read_candidate(
     moved = np.asarray(memory.environment)
     if controls is None:
         moved = np.maximum(moved, OLD_RUNS_SD**2)
+    else:
+        excess = environment_excess(controls, memory)
+        with np.errstate(divide="ignore"):
+            is_shown = excess > (_SHIFT_SHOWN - 1) * (1 / num_seeds + 1 / num_old)
+        moved = np.where(is_shown, np.fmax(moved, excess), moved)
     with np.errstate(divide="ignore"):
         old_weight = 1 / (variance * (1 / num_old + moved))  # 0 without old runs
     level_of_incumbent, weight = np.asarray(memory.old_mean, float), old_weight

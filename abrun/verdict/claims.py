@@ -25,6 +25,7 @@ from abrun.stats.equivalence import (
     mean_and_sd,
     sd_with_resolution,
     t_interval,
+    uses_further,
 )
 from abrun.stats.one_sided import improvement_test, one_sided_pairs_needed, one_sided_power, planned_excess
 from abrun.stats.power import (
@@ -290,30 +291,22 @@ def add_statistics(
     terms, in_sigmas = result.claim, result.claim.margin_unit == "sigma"
     # Of other claims than an equivalence by a number or share, only results without the margin are used.
     number = 1.0 if in_sigmas or terms.kind != "within" else terms.margin_number
-    plain = equivalence_test(
-        baseline, treatment, number, terms.alpha, yardstick, resolution, paired=terms.paired
-    )
+    arms = baseline, treatment
+    plain = equivalence_test(*arms, number, terms.alpha, yardstick, resolution, paired=terms.paired)
     extras: dict[str, Any] = {}
     if borrowed and terms.paired and not in_sigmas and yardstick is None and not plain.exact:
         extras = {"prior": borrowed.law, "further": borrowed.levels}
-    test = plain
-    if extras:
-        test = equivalence_test(baseline, treatment, number, terms.alpha, None, resolution, **extras)
+    test = equivalence_test(*arms, number, terms.alpha, None, resolution, **extras) if extras else plain
     estimate = _summarize_test(test, plain, baseline, treatment, paired=terms.paired)
-    margin = terms.margin_number * (1.0 if yardstick is None else float(yardstick.mean()))
-    if in_sigmas:
-        margin = terms.margin_number * mean_and_sd(baseline)[1]
-    samples = dict(zip(ARMS, (baseline, treatment), strict=True))
-    if terms.paired:  # sigmas are the baseline's
-        samples = {DIFFERENCES: treatment - baseline} | ({ARMS[0]: baseline} if in_sigmas else {})
-    level = 0.05 if terms.paired else 0.05 / len(samples)
-    skew = find_skew(samples, step=resolution, min_sd=HARMLESS_SHARE * abs(margin), level=level)
+    unit = mean_and_sd(baseline)[1] if in_sigmas else 1.0 if yardstick is None else float(yardstick.mean())
+    margin = terms.margin_number * unit
+    skew = _find_skew(terms, baseline, treatment, margin, resolution)
     result = replace(result, estimate=estimate, warnings=(skew,) if skew and not test.exact else ())
     if borrowed and extras:
-        result = _describe_borrowed(result, borrowed, plain)
-        estimate = result.estimate
+        shifts = uses_further(*arms, borrowed.levels)
+        result = _describe_borrowed(result, borrowed, plain, shifts=shifts)
+    estimate = result.estimate
     if terms.kind != "within":
-        arms = baseline, treatment
         result = _add_one_sided_statistics(result, *arms, margin, yardstick, resolution, extras)
         return _qualify_outcomes(result) if test.exact else result
     if in_sigmas:
@@ -324,11 +317,10 @@ def add_statistics(
     error = max([test.standard_error, *errors])
     error_ratio = error / test.standard_error if test.standard_error else 1.0
     terms = replace(terms, margin=margin)
+    sds = [error_ratio * sd_with_resolution(summaries, resolution) for summaries in (baseline, treatment)]
+    sd, dof_per_pair = math.hypot(*sds), 1.0 if terms.paired else welch_dof_per_run(sds)
+    sd = error * math.sqrt(len(baseline)) if terms.paired else sd
     prior_dof = estimate.noise.dof if estimate.noise else 0.0
-    sd, dof_per_pair = error * math.sqrt(len(baseline)), 1.0
-    if not terms.paired:
-        sds = [error_ratio * sd_with_resolution(summaries, resolution) for summaries in (baseline, treatment)]
-        sd, dof_per_pair = math.hypot(*sds), welch_dof_per_run(sds)
     result = replace(
         result,
         claim=terms,
@@ -346,11 +338,25 @@ def add_statistics(
     return _qualify_outcomes(result) if test.exact else result
 
 
-def _describe_borrowed(result: ClaimResult, borrowed: Borrowed, plain: TostResult) -> ClaimResult:
-    """Add what the test used beside its pairs, and what it would be without."""
+def _find_skew(
+    terms: ClaimTerms, baseline: Array, treatment: Array, margin: float, resolution: float
+) -> Reason | None:
+    """Return skew of the paired differences and, for sigmas, the baseline; else of both arms."""
+    samples = dict(zip(ARMS, (baseline, treatment), strict=True))
+    if terms.paired:
+        in_sigmas = terms.margin_unit == "sigma"
+        samples = {DIFFERENCES: treatment - baseline} | ({ARMS[0]: baseline} if in_sigmas else {})
+    level = 0.05 if terms.paired else 0.05 / len(samples)
+    return find_skew(samples, step=resolution, min_sd=HARMLESS_SHARE * abs(margin), level=level)
+
+
+def _describe_borrowed(
+    result: ClaimResult, borrowed: Borrowed, plain: TostResult, *, shifts: bool
+) -> ClaimResult:
+    """Add what the test used beside its pairs, further seeds if it `shifts`, and what it would be without."""
     num_pairs, estimate, law = result.claim.num_pairs, result.estimate, borrowed.law
     assert estimate.freedom is not None
-    if (estimate.standard_error, estimate.freedom) != (plain.standard_error, plain.dof) and borrowed.seeds:
+    if shifts:
         used = Code.SEEDS_WITHOUT_PAIR(seeds=borrowed.seeds, interval=plain.interval)
         return replace(result, warnings=(*result.warnings, used))
     if law is None:

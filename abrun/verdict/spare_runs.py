@@ -16,6 +16,7 @@ from abrun.recipe.claims import NoisePrior
 from abrun.runs.metric_names import Transform
 from abrun.stats.many_tests import VariancePrior
 from abrun.stats.series import Array, Steps
+from abrun.verdict.machines import MACHINE_KEYS, find_machine_differences
 from abrun.verdict.summaries import reduce_window, transform_with_gaps
 
 
@@ -58,10 +59,19 @@ def find_spare_runs(experiment: RecordedExperiment, arm: str, sides: Sides) -> S
     return SpareRuns(
         priors=priors,
         repeats=[runs for runs in repeats.values() if len(runs) > 1],
-        without_pair=[run for seed, run in baselines if seed not in paired_seeds and run.finished]
+        without_pair=[
+            run
+            for seed, run in baselines
+            if seed not in paired_seeds and run.finished and not _is_moved(run, sides.baselines)
+        ]
         if experiment.regression
         else (),
     )
+
+
+def _is_moved(run: RecordedRun, others: Sequence[RecordedRun]) -> bool:
+    """Return whether a run had other versions, code or devices than all of these runs of its arm."""
+    return all(find_machine_differences(other, run, MACHINE_KEYS) for other in others)
 
 
 def borrow(

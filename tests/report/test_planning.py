@@ -108,7 +108,7 @@ def test_settings_that_were_measured_are_priced_by_their_hours(tmp_path):
     assert replace(plan, hours=1.0).priced(plan.claims[0])[0].experiment == "recorded"
     text = shown(plan.render())
     assert re.search(r"Cheapest that decides: window: .*, trained as free", text)
-    assert plan.designs and f"{2 * plan.designs.pairs_if_equal:.3g}" in text and "GPU hours if equal" in text
+    assert plan.designs and f"{2 * plan.designs.pairs_if_equal:.3g}" in text and "hours if equal" in text
 
 
 def test_of_windows_that_cost_the_same_the_declared_one_is_first(simulated):

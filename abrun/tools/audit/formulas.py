@@ -92,7 +92,7 @@ class Formulas:
                 )
             total = (columns if weights is None else columns * np.array(weights)).sum(axis=1)
         elif "token_rewards" not in self.dump.tensors:
-            raise Lacking("the dump has neither rewards nor their parts")
+            raise Lacking("the dump has no parts of the rewards")
         else:
             total = self.tensor("token_rewards").where(self.mask).sum(axis=1)
         return total[self._rows_before] if self.has("rewards_of_next_row") else total
@@ -213,10 +213,15 @@ class Formulas:
         is_clipped = Trilean(is_clipped.surely & differs.surely, is_clipped.possibly)
         if self.settings.dual_clip is None:
             return is_clipped
-        is_limited = rho > self.settings.dual_clip
-        return is_clipped | (
-            is_limited if self.has("dual_clip_everywhere") else is_limited & (advantage < 0.0)
-        )
+        is_limited, everywhere = rho > self.settings.dual_clip, self.has("dual_clip_everywhere")
+        return is_clipped | (is_limited if everywhere else is_limited & (advantage < 0.0))
+
+    def _may_tie(self) -> Trilean:
+        """Where both losses may round to the same beyond a bound of the ratio, and share the gradient."""
+        rho, advantage, (low, high) = self.value("ratio"), self.value("advantages"), self.clip_bounds()
+        loss, clipped = advantage * rho, advantage * rho.clip(low, high)
+        is_beyond, differs = (rho > high) | (rho < low), (clipped > loss) | (clipped < loss)
+        return Trilean(np.zeros_like(differs.surely), is_beyond.possibly & ~differs.surely)
 
     def clipped(self) -> Bounded:  # [B, T]
         is_clipped = self._is_clipped()
@@ -347,7 +352,7 @@ class Formulas:
         slopes = -self.value("advantages")
         if settings.policy_loss == "clipped":
             slopes = slopes * self.value("ratio")
-            slopes = (slopes * 0.0).choose(self._is_clipped(), slopes)
+            slopes = (slopes * 0.0).choose(self._is_clipped() | self._may_tie(), slopes)
         elif settings.policy_loss == "cispo":
             slopes = slopes * self.value("ratio").clip(*self.clip_bounds())
         if settings.importance_correction != "none":

@@ -27,6 +27,7 @@ from abrun.report.present.tables import Table, columns
 _NUM_SPLITS = 20  # of the seeds into two halves, for each arm
 _MIN_SEEDS = 4  # two on each side
 _TIMEOUT_S = 600.0
+_SHELL_FAILS = 126  # exit codes from here on: not found, not executable, killed
 _RUNS = "{runs}"
 
 
@@ -94,6 +95,8 @@ def _accepts(command: str, sides: Mapping[str, Sequence[RecordedRun]]) -> bool:
             ended = subprocess.run(words, capture_output=True, timeout=_TIMEOUT_S, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise ComparisonError(f"--audit: {words[0]} cannot be asked: {error}; repair the rule") from None
+    if ended.returncode < 0 or ended.returncode >= _SHELL_FAILS:
+        raise ComparisonError(f"--audit: {words[0]} ended with exit code {ended.returncode}; repair the rule")
     return ended.returncode == 0
 
 

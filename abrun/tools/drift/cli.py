@@ -118,8 +118,14 @@ def gate(
         refuse_options({"--claim": claim, "--worth": worth, "--alpha": alpha}, needed="--start")
     if audit is not None:
         refused = {"--against": against, "--round": round_of, "--control": control, "--start": start}
+        refused |= {"--arm": arm, "--name": name, "--old-runs": old_runs}
         refuse_options(refused, "--audit: got {option} as well; drop it")
         _audit(audit, candidate, reading, as_json=as_json)
+    if start:
+        refuse_options({"--control": control, "--old-runs": old_runs}, "--start: got {option}; drop it")
+    elif candidate is None and round_of is None:
+        shown = {"--arm": arm, "--name": name, "--control": control, "--old-runs": old_runs}
+        refuse_options(shown, "{option}: got no CANDIDATE; add it, or drop {option}")
     if against is None:
         raise RecipeError("gate: got no store; give --against STORE, which --start writes")
     _ask(

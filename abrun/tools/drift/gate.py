@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,7 +17,7 @@ from abrun.logs.recorded.experiment import RecordedExperiment, RecordedRun, Side
 from abrun.logs.recorded.identify import parse_source
 from abrun.logs.recorded.selection import ReadingOptions
 from abrun.logs.recorded.sources import find_stored_experiment, open_sources
-from abrun.messages.codes import Code, Reason
+from abrun.messages.codes import Code, Reason, in_words
 from abrun.messages.numbers import bound_text, counted, difference_text, listed
 from abrun.recipe.claims import Claim
 from abrun.report.present.tables import Table, columns
@@ -32,6 +33,7 @@ from abrun.stats.online import (
     environment_excess,
     plan_seeds,
     read_candidate,
+    reading_sizes,
     seeds_to_add,
     spent_level,
 )
@@ -125,6 +127,7 @@ def _judge(state: State, candidate: Runs, controls: Runs, *, old_runs: bool) -> 
     if earlier and (earlier.candidate.runs, earlier.controls.runs) == (candidate.runs, controls.runs):
         return earlier
     _refuse_known_runs(state, candidate, controls)
+    _refuse_other_settings(state, candidate, controls)
     answer = Answer(
         time_s=time.time(),
         outcome="WORSE",
@@ -133,18 +136,21 @@ def _judge(state: State, candidate: Runs, controls: Runs, *, old_runs: bool) -> 
         incumbent=state.incumbent.name,
         num_old=len(state.incumbent.values),
         level=state.level(name),
+        spent=earlier.spent if earlier else 0.0,
     )
     if is_incumbent:
         _refuse_unfinished(candidate, "an incumbent")
         return replace(answer, outcome="INCUMBENT", num_old=len(candidate.values))
     if earlier:
-        _refuse_decided(earlier, state)
+        refuse_decided(earlier, state)
     if not (controls.runs or old_runs):
         raise ComparisonError(
             f"{name}: has no fresh runs of {state.incumbent.name} beside it; name their arm with --control, "
             "launch them with --round RECIPE, or judge by the old runs alone, which finds less: --old-runs"
         )
     _refuse_unfinished(controls, "a control")
+    if repeated := [seed for seed, num in Counter(run.seed for run in controls.runs).items() if num > 1]:
+        raise ComparisonError(f"{name}: seed {listed(repeated)} has several controls; give the first alone")
     without = {run.seed for run in candidate.runs} - {run.seed for run in controls.runs}
     if controls.runs and without:
         raise ComparisonError(
@@ -158,10 +164,15 @@ def _judge(state: State, candidate: Runs, controls: Runs, *, old_runs: bool) -> 
         )
     if len(candidate.values) < len(candidate.runs):  # a run that failed or diverged is a result
         return answer
-    return replace(answer, **_test_candidate(state, candidate, controls))
+    num_before = len(earlier.candidate.values) if earlier else 0
+    for size in reading_sizes(num_before, len(candidate.runs), start.max_seeds):
+        answer = replace(answer, **_test_candidate(state, answer, size))
+        if answer.outcome != "OPEN":  # as if later runs had not been trained
+            break
+    return answer
 
 
-def _refuse_decided(earlier: Answer, state: State) -> None:
+def refuse_decided(earlier: Answer, state: State) -> None:
     """Raise ComparisonError for new runs of a candidate that was decided, or compared with another one."""
     name, incumbent = earlier.candidate.name, state.incumbent.name
     if name in state.superseded:
@@ -179,6 +190,24 @@ def _refuse_decided(earlier: Answer, state: State) -> None:
             f"{name}: its controls are runs of {earlier.incumbent}, but the incumbent is now {incumbent}; "
             "run it anew beside that, and give another --name"
         )
+
+
+def _refuse_other_settings(state: State, candidate: Runs, controls: Runs) -> None:
+    """Raise ComparisonError unless candidate and controls each have one configuration, the incumbent's."""
+    if (num := len(_settings(candidate))) > 1:
+        raise ComparisonError(
+            f"{candidate.name}: its runs have {num} configurations; give the edited one another --name"
+        )
+    if len(_settings(controls, state.incumbent)) > 1:
+        raise ComparisonError(
+            f"{candidate.name}: its controls have other settings than {state.incumbent.name}, the incumbent; "
+            "give the control arm the incumbent's settings, and run the round anew"
+        )
+
+
+def _settings(*arms: Runs) -> set[str | None]:
+    """Return the hashes of the settings that are known."""
+    return {run.settings_sha256 for arm in arms for run in arm.runs} - {None}
 
 
 def _refuse_known_runs(state: State, candidate: Runs, controls: Runs) -> None:
@@ -208,15 +237,17 @@ def _refuse_copies(
         raise ComparisonError(f"{problem}; run {name} with seeds that no other run has")
 
 
-def _test_candidate(state: State, candidate: Runs, controls: Runs) -> dict[str, Any]:
-    """Return the fields of the answer that follow from the values."""
-    start, name = state.start, candidate.name
+def _test_candidate(state: State, answer: Answer, num_seeds: int) -> dict[str, Any]:
+    """Return the fields of the answer that follow from the values of the first seeds."""
+    start, name = state.start, answer.candidate.name
+    candidate = replace(answer.candidate, runs=answer.candidate.runs[:num_seeds])
+    seeds = {run.seed for run in candidate.runs}
+    controls = replace(answer.controls, runs=tuple(run for run in answer.controls.runs if run.seed in seeds))
     values = {run.seed: run.value for run in controls.runs}
     fresh = state.sign * np.array([values[run.seed] for run in candidate.runs]) if controls.runs else None
     memory = state.memory(name, controls)
-    num_seeds, earlier = len(candidate.values), state.candidates.get(name)
-    spent = float(spent_level(state.level(name), num_seeds, start.max_seeds))
-    level = max(0.0, spent - (earlier.spent if earlier else 0.0))
+    spent = max(answer.spent, float(spent_level(answer.level, num_seeds, start.max_seeds)))
+    level = spent - answer.spent
     with np.errstate(all="ignore"):
         reading = read_candidate(
             state.sign * np.array(candidate.values),
@@ -234,6 +265,7 @@ def _test_candidate(state: State, candidate: Runs, controls: Runs) -> dict[str, 
     excess = None if fresh is None else float(environment_excess(fresh, memory))
     return {
         "outcome": outcome,
+        "num_read": num_seeds,
         "num_old": int(memory.num_old),
         "spent": spent,
         "reading_level": level,
@@ -363,9 +395,9 @@ def answer_text(answer: Answer, state: State) -> str:
             ": it changes nothing, or was not applied; discard it"
         )
     difference = difference_text(answer.improvement, answer.interval)
-    basis = f"{counted(candidate.values, 'seed')} against {answer.num_old} old runs"
+    basis = f"{counted(answer.num_read, 'seed')} against {answer.num_old} old runs"
     if answer.controls.runs:
-        basis = f"{counted(candidate.values, 'pair')}, {answer.num_old} old runs"
+        basis = f"{counted(answer.num_read, 'pair')}, {answer.num_old} old runs"
     evidence = f"improvement of {start.metric} {difference}, {basis}"
     above = f" by more than {start.margin:g}" if start.margin else ""
     levels = f"p {answer.p:.2g}, level {answer.reading_level:.2g}"
@@ -394,6 +426,9 @@ def caveats(answer: Answer, state: State, now_s: float) -> list[Reason]:
         if days >= OLD_AFTER_DAYS:
             reasons.append(Code.GATE_AGE(incumbent=incumbent.name, days=round(days)))
     hashes = {run.environment_sha256 for run in (*compared.runs, *answer.candidate.runs)} - {None}
+    if answer.candidate.left_out:
+        left_out = listed(answer.candidate.left_out)
+        reasons.append(in_words(f"{answer.candidate.name}: {left_out} left out by --seeds or --exclude"))
     if len(hashes) > 1:
         reasons.append(Code.GATE_ENVIRONMENT(candidate=answer.candidate.name, incumbent=incumbent.name))
     return reasons
@@ -436,7 +471,7 @@ def render_state(state: State) -> RenderableType:
             answer.outcome,
             f"{len(answer.candidate.values)}+{len(answer.controls.values)}",
             answer.incumbent,
-            difference_text(answer.improvement, answer.interval),
+            difference_text(answer.improvement, answer.interval) if answer.sd else "-",
             f"{answer.level:.2g}",
         )
         for answer in state.candidates.values()

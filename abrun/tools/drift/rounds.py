@@ -1,14 +1,15 @@
 """One round of a gate: the candidate and the incumbent of a recipe, on the same new seeds, side by side."""
 
-import secrets
+import hashlib
 from dataclasses import replace
 from pathlib import Path
 
 from abrun.api import launch
 from abrun.errors import ComparisonError
+from abrun.messages.numbers import listed
 from abrun.recipe.experiment import load_recipe
-from abrun.runs.experiment import is_experiment
-from abrun.tools.drift.gate import Source
+from abrun.runs.experiment import is_experiment, open_experiment
+from abrun.tools.drift.gate import Source, refuse_decided
 from abrun.tools.drift.store import read_state
 
 
@@ -16,8 +17,8 @@ def launch_round(path: Path, recipe: Path, source: Source, *, quiet: bool) -> So
     """Launch the pairs that the gate asks for next, and return the runs. A stopped round is resumed.
 
     The recipe's baseline is the incumbent, and its other arm the candidate. Pairs run one after the other, so
-    the environment moves for both alike. Seeds are drawn here: nobody can have tried them before. Raises
-    AbrunError.
+    the environment moves for both alike. Seeds follow from the store's last line: of a round that was removed
+    before its answer, the same runs are trained again. Raises AbrunError.
     """
     state, loaded = read_state(path), load_recipe(recipe)
     treatments = [arm for arm in loaded.arms if arm != loaded.baseline]
@@ -29,20 +30,25 @@ def launch_round(path: Path, recipe: Path, source: Source, *, quiet: bool) -> So
         )
     name = source.name or loaded.name
     earlier = state.candidates.get(name)
-    if earlier and earlier.outcome != "OPEN":
-        raise ComparisonError(
-            f"{name}: was answered {earlier.outcome} in {path}; give another candidate another --name"
-        )
     num_done, num_pairs = (len(earlier.candidate.runs), earlier.seeds_to_add) if earlier else (0, 1)
+    if earlier:
+        refuse_decided(earlier, state)
+        if earlier.candidate.failed:
+            raise ComparisonError(
+                f"{name}: {listed(earlier.candidate.failed)} failed, which is WORSE; to run it again: abrun "
+                f"launch of that round with --resume, then abrun gate of its folder with --control "
+                f"{loaded.baseline} --name {name}"
+            )
     reading = source.reading
     folder = reading.runs_dir / f"{name}-round-{num_done + 1}"
     if resumed := is_experiment(folder):
-        launched = launch(folder, resume=True, runs_dir=reading.runs_dir, quiet=quiet)
+        seeds = open_experiment(folder)["recipe"]["seeds"]
     else:
-        seeds = [secrets.randbelow(2**31) for _ in range(num_pairs)]
-        changes = {"compare.claims": [], "compare.interim": []}  # the store has the claim
-        options = {"name": folder.name, "runs_dir": reading.runs_dir, "quiet": quiet}
-        launched = launch(recipe, seeds=seeds, overrides=changes, **options)
+        digests = (hashlib.sha256(f"{state.sha256} {pair}".encode()).digest() for pair in range(num_pairs))
+        seeds = [int.from_bytes(digest[:4]) >> 1 for digest in digests]
+    changes = {"compare.claims": [], "compare.interim": []}  # the store has the claim
+    options = {"name": folder.name, "runs_dir": reading.runs_dir, "resume": resumed, "quiet": quiet}
+    launched = launch(recipe, seeds=seeds, overrides=changes, **options)  # refuses to resume another recipe
     if launched.exit_code > 128:
         verb = "resumed" if resumed else "launched"
         raise ComparisonError(

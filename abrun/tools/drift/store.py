@@ -20,6 +20,7 @@ from abrun.errors import ComparisonError, StoreError
 from abrun.logs.recorded.experiment import RecordedRun, Reference
 from abrun.logs.recorded.ledger import hash_entry, sha256_of
 from abrun.recipe.claims import Claim
+from abrun.recipe.run import can_change_numbers
 from abrun.runs.files import write_file
 from abrun.runs.layout import RunName
 from abrun.runs.lines import LineParser, damaged_line_error, json_line
@@ -56,6 +57,7 @@ class KnownRun:
     points: Items[Number] = ()
     end_s: Seconds | None = None  # None: unknown
     environment_sha256: str | None = None  # of package versions and devices
+    settings_sha256: str | None = None  # of those that change numbers; None: abrun did not launch the run
 
     def restore(self, arm: str, metric: str) -> RecordedRun:
         """Return the run with its curve as the log of the metric, under the arm's name in the store."""
@@ -81,7 +83,13 @@ def remember_run(run: RecordedRun, metric: str, value: float | None) -> KnownRun
         points=tuple(float(f"{point:.7g}") for point in points),
         end_s=run.span_s[1] if run.span_s else None,
         environment_sha256=environment_sha256([run]) if run.environment else None,
+        settings_sha256=_settings_sha256(run.config or {}),
     )
+
+
+def _settings_sha256(config: Mapping[str, Any]) -> str | None:
+    settings = {key: value for key, value in config.items() if can_change_numbers(key)}
+    return sha256_of(settings) if "trainer.type" in config else None
 
 
 def _hash_learned_numbers(run: RecordedRun) -> bytes:
@@ -186,6 +194,7 @@ class Answer:
     controls: Runs  # fresh runs of the incumbent, of the candidate's seeds; none: old runs alone
     incumbent: str
     num_old: Count  # of the incumbent's earlier runs
+    num_read: Count = 0  # of the candidate's seeds, the first ones; later ones were not needed
     level: Level  # of the candidate, over all its readings
     spent: Level = 0.0  # of it, up to and with this reading
     reading_level: Level = 0.0
@@ -208,6 +217,7 @@ class State:
     candidates: dict[str, Answer] = field(default_factory=dict)  # last answer, in the order of their levels
     discoveries: list[int] = field(default_factory=list)  # number of candidates with a level at each keep
     superseded: dict[str, Runs] = field(default_factory=dict)  # earlier incumbents
+    sha256: str = ""  # of the last line
 
     def add(self, answer: Answer) -> None:
         if answer.outcome != "INCUMBENT":
@@ -363,7 +373,7 @@ def _replay(path: Path, rows: Sequence[Mapping[str, Any]]) -> State:
     except ValidationError as error:
         problem = error.errors()[0]["msg"].removeprefix("Value error, ")
         raise StoreError(f"{path}: window: {problem}; restore the file, or remove it") from None
-    state = State(start=start, incumbent=start.incumbent)
+    state = State(start=start, incumbent=start.incumbent, sha256=rows[-1]["sha256"])
     for content in contents[1:]:
         state.add(checked(Answer, content, path))
     return state

@@ -14,6 +14,7 @@ from abrun.logs.recorded.reference import freeze, load_reference, make_regressio
 from abrun.logs.recorded.sources import ReadingOptions, open_sources
 from abrun.logs.recorded.stored import load_experiment
 from abrun.messages import sentence
+from abrun.messages.codes import Code
 from abrun.recipe.claims import Claim
 from abrun.report.comparing import compare, compare_sources, freeze_arm
 from abrun.report.evidence import evidence_lines
@@ -217,6 +218,8 @@ def test_numbers_against_a_reference_agree_and_say_what_they_are_of(
     (claim,) = content.claims
     estimate = claim.estimate
     assert estimate.treatment_mean is not None and estimate.baseline_mean is not None
-    assert estimate.mean_difference == pytest.approx(estimate.treatment_mean - estimate.baseline_mean)
+    (used,) = [warning for warning in claim.warnings if warning.code == Code.SEEDS_WITHOUT_PAIR]
+    assert used["seeds"] == [4, 5]  # a control variate, which moves the difference
+    assert np.mean(used["interval"]) == pytest.approx(estimate.treatment_mean - estimate.baseline_mean)
     (shared,) = [line for line in lines if "steps shared" in line]
     snapshot(shared)

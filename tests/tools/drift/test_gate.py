@@ -96,7 +96,8 @@ def test_each_answer_has_its_exit_code_and_the_incumbent_changes_on_better(tmp_p
     assert open_answer["note_codes"] == [{"code": "gate_old_runs", "values": values}]
     better = ask_json(ledger, write_runs(tmp_path / "idea", [0.55, 0.57, 0.56, 0.58, 0.55]))
     assert (better["answer"], better["exit_code"], better["num_discoveries"]) == ("BETTER", 0, 1)
-    assert better["improvement"] == pytest.approx(0.0511, abs=1e-4)  # of the last eight
+    assert better["improvement"] == pytest.approx(0.0541, abs=1e-4)  # of the first four
+    assert better["num_read"] == 4  # as if they had been shown when asked for: 1, 2, 4
     assert better["p"] <= better["reading_level"]
     assert better["level"] == open_answer["level"]  # of the candidate, not of the reading
     worse = ask_json(ledger, write_runs(tmp_path / "worse", [0.5, 0.49, 0.51]))
@@ -449,7 +450,7 @@ def test_a_round_is_judged_by_its_pairs_whatever_the_machine_adds(tmp_path):
     assert ask(store, equal, name="equal", **ROUND).outcome != "BETTER"
     better = write_round(tmp_path / "better", [level + 0.09 for level in FRESH], FRESH[::-1], 30)
     answer = ask(store, better, **ROUND)
-    assert answer.outcome == "BETTER" and answer.improvement == pytest.approx(0.09)
+    assert answer.outcome == "BETTER" and answer.improvement == pytest.approx(0.1)  # of the first four
     kept = read_state(store)
     assert kept.incumbent.name == "idea" and len(kept.superseded["base"].runs) == 12 + 4 + 8
 
@@ -495,7 +496,16 @@ def test_byte_identical_candidates_are_never_better(tmp_path):
             for seed, value in enumerate(fresh.tolist())
         ]
         runs = Runs(name=f"c{number}", runs=tuple(shown))
-        fields = _test_candidate(state, runs, replace(runs, name="controls"))
+        answer = Answer(
+            time_s=0,
+            outcome="OPEN",
+            candidate=runs,
+            controls=replace(runs, name="controls"),
+            incumbent="base",
+            num_old=len(BASE),
+            level=state.next_level,
+        )
+        fields = _test_candidate(state, answer, len(shown))
         assert fields["outcome"] in ("ALIKE", "WORSE"), fields
 
 
@@ -572,7 +582,7 @@ def test_a_round_is_launched_with_new_seeds_judged_and_resumed(tmp_path, monkeyp
     again = json.loads(typed("--round", recipe, *store, "--json").stdout)
     assert again["improvement"] == pytest.approx(answer["improvement"]) and again["num_seeds"] == 1
     if answer["answer"] != "OPEN":
-        assert "was answered" in typed("--round", recipe, *store).stderr
+        assert f"was discarded as {answer['answer']}" in typed("--round", recipe, *store).stderr
     for words, problem in (
         (("--old-runs",), "--old-runs as well"),
         (("--arm", "x"), "give the one to compare"),

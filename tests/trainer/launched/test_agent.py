@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -167,8 +168,9 @@ def notes_of(directory: Path, num_nodes: int) -> tuple[RunDir, Notes]:
     run = RunDir(directory)
     config: dict[str, Any] = {"steps": 9}
     write_config(run, "e", RunName(arm="a", seed=0), config)
+    notes = Notes(run, Namespace(node=0, nodes=num_nodes, stalled_s=math.inf))
     begin_attempt(run)
-    return run, Notes(run, 0, 0, num_nodes, limit_s=math.inf)
+    return run, notes
 
 
 def test_an_attempt_that_begins_just_now_has_not_been_silent_since_1970(tmp_path: Path) -> None:

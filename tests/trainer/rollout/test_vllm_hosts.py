@@ -59,7 +59,7 @@ def policy() -> Iterator[Any]:
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "HOST_COMMAND", STAND_IN_HOST)
-    monkeypatch.setattr(launching, "start_process", start_forked_host)
+    monkeypatch.setattr(launching.processes, "start_process", start_forked_host)
     monkeypatch.setattr(colocated, "VllmInstance", StandIn)
 
 
@@ -136,7 +136,9 @@ def expected(policy: Any) -> list[list[Completion]]:
 def test_one_process_serves_run_after_run_and_ends_with_the_last(
     launch: Launch, policy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launching, "start_process", start_process)  # a new interpreter, as for a user
+    monkeypatch.setattr(
+        launching.processes, "start_process", start_process
+    )  # a new interpreter, as for a user
     right, pids = expected(policy), []
     for index in range(3):
         launch.begin(index)
@@ -199,7 +201,8 @@ def test_a_host_that_is_killed_is_replaced_by_an_engine_of_the_run(
     assert engine._own is not None
     engine.close(finished=True)
     said = capfd.readouterr().err
-    assert said.count("continuing with an engine in this process") == 1 and said.count("\n") == 1, said
+    (line,) = [line for line in said.splitlines() if line.startswith("rollout.engine:")]  # not of imports
+    assert line.endswith("continuing with an engine in this process")
     launch.end(0)
     monkeypatch.undo()
 
