@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy import special
 
-from tests.bench.bench_history import EARLIER_PAIRS, NUM, SPREAD, Floats, earlier, final_levels, fit, moderate
+from tests.bench.bench_history import EARLIER_PAIRS, NUM, SPREAD, earlier, final_levels, fit, moderate
 from tests.bench.bench_spare_runs import with_further
 from tests.bench.common import print_table
 
@@ -23,7 +24,7 @@ RUN_HOURS = 8.0  # GPU hours of a run
 POWER, MISMATCH_LEVEL, FLAT = 0.8, 0.04, 2.05
 FIXED = [(count,) for count in range(2, 40)]
 LOOKS = [(2, 3, 5), (2, 4, 6), (3, 5, 8), (4, 6, 8), (4, 8, 12), (6, 12, 18), (8, 16, 24)]
-Decisions = tuple[Floats, Floats]  # which experiments match, and mismatch [C, E]
+Decisions = tuple[NDArray[np.bool_], NDArray[np.bool_]]  # which experiments match, and mismatch [C, E]
 
 
 def decide(counts: tuple[int, ...], margin: float, shift: float, *, flat: bool, history: bool) -> Decisions:

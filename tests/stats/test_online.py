@@ -120,7 +120,8 @@ def test_identical_runs_are_decided_by_value():
     memory = Memory(
         old_mean=1.0, num_old=3, runs=Noise(squares=0.0, dof=2.0), pairs=Noise(squares=0.0, dof=2.0)
     )
-    same, rules = np.ones(3), RULES | {"worth": 0.5}
+    same = np.ones(3)
+    rules: dict[str, Any] = RULES | {"worth": 0.5}
     with np.errstate(all="ignore"):
         assert read_candidate(same + 1, same, memory, **rules).better
         assert not read_candidate(same, same, memory, **rules).better
