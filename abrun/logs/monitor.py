@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from abrun.errors import StoreError
 from abrun.logs.csv_files import read_csv_table
 from abrun.logs.foreign.columns import Cells, table_of
 from abrun.logs.foreign.files import TextFile
@@ -28,6 +29,11 @@ def read_monitor(files: Sequence[Path], name: str, place: Path) -> Log:
         header = as_mapping(parse_json(next(TextFile(path).lines()).lstrip(b"#")))
         start_s = as_number(header.get("t_start")) or 0.0
         content = read_csv_table(path, None)
+        if absent := {*NAMES, END} - {*content.header}:
+            raise StoreError(
+                f"{path_text(path)}: no column {', '.join(sorted(absent))} of episodes; restore its header "
+                "r,l,t, or remove the file"
+            )
         table, _ = content.run_table(path, END)
         for _, row in content.complete(table).iterate():
             episodes.append((start_s + (as_number(row.get(END)) or 0.0), row))

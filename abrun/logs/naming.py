@@ -47,7 +47,7 @@ SEED_LIMIT = 2**31
 CHECKPOINT = r"(?:(?:global|train|training)[-_]?)?(?:checkpoint|ckpt|steps?|epoch|iter|iteration)"
 # A checkpoint without a number, in the name of its scores
 EVALUATED = re.compile(
-    rf"(?<![A-Za-z0-9])(?P<word>best|last|latest|final)([-_]({CHECKPOINT}|model))?(?![A-Za-z0-9])",
+    rf"(?<![A-Za-z0-9])({CHECKPOINT}[-_])?(?P<word>best|last|latest|final)([-_]({CHECKPOINT}|model))?(?![A-Za-z0-9])",
     re.IGNORECASE,
 )
 START = "version|attempt|try|trial|start|restart|job|jobid|task|part"

@@ -192,7 +192,7 @@ def _join_checkpoints(logs: Sequence[Log]) -> list[Log]:
             unnumbered.append(log)
     if all(len(checkpoints) < 2 for checkpoints in groups.values()):
         return [*logs]
-    joined = [log for log in unnumbered if log.axis == "steps" or log.name not in groups]
+    joined = [log for log in unnumbered if log.axis == "steps" or _evaluated_run(log)[0] not in groups]
     for name, checkpoints in groups.items():
         points: dict[str, Points] = defaultdict(Points)
         for step, log in sorted(checkpoints.items()):
@@ -205,6 +205,20 @@ def _join_checkpoints(logs: Sequence[Log]) -> list[Log]:
         newest = replace(newest, name=name or "run", standard_errors={}, guesses=(*newest.guesses, guess))
         joined.append(replace(newest, axis="steps", metrics=metrics))
     return joined
+
+
+def _evaluated_run(log: Log) -> tuple[str, str]:
+    """Return the run and the checkpoint (best, 500) that the name of scores states; an empty one if none."""
+    if log.axis == "steps":
+        return log.name, ""
+    if match := EVALUATED.search(log.name):
+        return _without(log.name, match), match["word"]
+    match = _find_checkpoint(log)
+    return (_without(log.name, match), match[1]) if match else (log.name, "")
+
+
+def _is_evaluation(component: str) -> bool:
+    return component.isdigit() or EVALUATED.fullmatch(component) is not None
 
 
 # --- components: other metrics, from each process or file ---
@@ -232,8 +246,9 @@ def _find_component(log: Log) -> tuple[str, str]:
     """Return the run and the component that a log's name or job type states; an empty component if none."""
     if log.identity:
         return log.name, ""
-    if log.axis != "steps" and (match := EVALUATED.search(log.name)):
-        return _without(log.name, match), match["word"]
+    run, checkpoint = _evaluated_run(log)
+    if checkpoint:
+        return run, checkpoint
     folder, _, stem = strip_suffix(log.name).rpartition("/")
     if len(log.metrics) == 1 and _as_words(stem).endswith(_as_words(next(iter(log.metrics)))):
         return folder, stem  # a file for each metric, as DeepSpeed's csv_monitor writes them
@@ -252,7 +267,7 @@ def _are_components(components: Mapping[str, Log]) -> bool:
     if len(components) < 2 or any(name.startswith("/") for name in components):
         return False
     names = {name.lower() for name in components}
-    if all(map(EVALUATED.fullmatch, names)):
+    if all(map(_is_evaluation, names)):
         return True
     stems = {strip_suffix(log.name).rpartition("/")[2] for log in components.values()}
     if (
@@ -275,7 +290,7 @@ def _compared_metrics(log: Log) -> list[str]:
 
 def _merge_components(run: str, components: Mapping[str, Log]) -> Log:
     ordered = sorted(components, key=lambda name: (name.lower() not in ("train", "trainer"), name))
-    are_evaluations = all(map(EVALUATED.fullmatch, ordered))
+    are_evaluations = all(map(_is_evaluation, ordered))
     guess = f"{', '.join(ordered)}: {'evaluated checkpoints' if are_evaluations else 'logs'} of one run"
     logs, used_names = list[Log](), set[str]()
     for component in ordered:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import special
 
-from abrun.stats.equivalence import ALPHA, MIN_FOR_MISMATCH
+from abrun.stats.equivalence import ALPHA, MIN_FOR_MISMATCH, sd_with_resolution
 from abrun.stats.many_tests import VariancePrior
 
 TARGET_POWER = 0.8
@@ -52,6 +52,19 @@ def welch_dof_per_run(sds: Sequence[float]) -> float:
     sd_difference = math.hypot(*sds)
     weights = [(sd / sd_difference) ** 2 if sd_difference else 0.5 for sd in sds]
     return 1 / (weights[0] ** 2 + weights[1] ** 2)
+
+
+def planning_sd(
+    baseline: Array, treatment: Array, standard_error: float, resolution: float, *, paired: bool
+) -> tuple[float, float]:
+    """Return the sd of a difference and the degrees of freedom per pair, for `pairs_needed`.
+
+    Of pairs by the standard error of their mean; of independent arms by their own sds.
+    """
+    if paired:
+        return standard_error * math.sqrt(len(baseline)), 1.0
+    sds = [sd_with_resolution(values, resolution) for values in (baseline, treatment)]
+    return math.hypot(*sds), welch_dof_per_run(sds)
 
 
 def count_like(num_pairs: int, dof: float, alpha: float = ALPHA) -> float:

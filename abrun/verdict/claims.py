@@ -23,7 +23,6 @@ from abrun.stats.equivalence import (
     estimate_difference,
     holm,
     mean_and_sd,
-    sd_with_resolution,
     t_interval,
     uses_further,
 )
@@ -32,6 +31,7 @@ from abrun.stats.power import (
     count_like,
     pairs_needed,
     pairs_needed_range,
+    planning_sd,
     sd_interval,
     tost_power,
     welch_dof_per_run,
@@ -317,9 +317,8 @@ def add_statistics(
     error = max([test.standard_error, *errors])
     error_ratio = error / test.standard_error if test.standard_error else 1.0
     terms = replace(terms, margin=margin)
-    sds = [error_ratio * sd_with_resolution(summaries, resolution) for summaries in (baseline, treatment)]
-    sd, dof_per_pair = math.hypot(*sds), 1.0 if terms.paired else welch_dof_per_run(sds)
-    sd = error * math.sqrt(len(baseline)) if terms.paired else sd
+    sd, dof_per_pair = planning_sd(*arms, error, resolution, paired=terms.paired)
+    sd = sd if terms.paired else error_ratio * sd
     prior_dof = estimate.noise.dof if estimate.noise else 0.0
     result = replace(
         result,

@@ -37,9 +37,9 @@ from abrun.runs.metric_names import (
     metrics_with_role,
 )
 from abrun.stats.curves import MIN_STEPS, ROUNDING, is_factor, level_shift_p, ratio_at_each_step
-from abrun.stats.equivalence import equivalence_test, sd_with_resolution
+from abrun.stats.equivalence import equivalence_test
 from abrun.stats.many_tests import benjamini_hochberg
-from abrun.stats.power import pairs_needed, welch_dof_per_run
+from abrun.stats.power import pairs_needed, planning_sd
 from abrun.stats.series import Array, in_window, window_bounds
 from abrun.verdict.claims import judge_equivalence
 from abrun.verdict.evidence import Evidence
@@ -329,10 +329,7 @@ def _describe_test(
     paired = sides.paired
     test = equivalence_test(*arms, 1.0, resolution=resolution, paired=paired)
     detected = detect(*arms, test.mean_difference, test.interval, paired=paired, unit=unit)
-    sd, dof_per_pair = test.standard_error * math.sqrt(len(arms[0])), 1.0
-    if not paired:
-        sds = [sd_with_resolution(levels, resolution) for levels in arms]
-        sd, dof_per_pair = math.hypot(*sds), welch_dof_per_run(sds)
+    sd, dof_per_pair = planning_sd(*arms, test.standard_error, resolution, paired=paired)
     return {
         # Two-sided, of no difference; with one run of each arm beside the noise from step to step
         "p": 1.0 if is_rounding else test.p_difference,

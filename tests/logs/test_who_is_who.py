@@ -234,6 +234,28 @@ def test_monitors_of_parallel_environments_are_one_run_of_episodes(tmp_path: Pat
     assert "episodes of 2 workers" in str([reason.values.get("guess") for reason in experiment.guessed])
 
 
+def test_a_monitor_without_its_header_is_refused(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        folder = tmp_path / f"seed{seed}"
+        folder.mkdir()
+        header = "r,l,t\n" * (seed == 1)
+        (folder / "0.monitor.csv").write_text(f'#{{"t_start": 1}}\n{header}25.1,20,0.5\n26,21,1.5\n')
+    with pytest.raises(StoreError, match=r"seed2.*no column l, r, t of episodes; restore its header"):
+        opened(tmp_path)
+
+
+def test_one_numbered_checkpoint_beside_best_and_last_is_of_their_run(tmp_path: Path) -> None:
+    for number, run in enumerate(f"{arm}_seed{seed}" for arm in ("old", "new") for seed in (1, 2)):
+        for checkpoint in ("best", "last", "500"):
+            path = tmp_path / run / f"checkpoint-{checkpoint}" / "eval_results.json"
+            path.parent.mkdir(parents=True)
+            path.write_text(json.dumps({"epoch": 2.0, "eval_loss": number / 7 + len(checkpoint)}))
+    experiment = opened(tmp_path)
+    assert names(experiment) == {"new": [1, 2], "old": [1, 2]}
+    metrics = next(iter(experiment.runs.values())).metrics
+    assert {"500/eval/loss", "best/eval/loss", "last/eval/loss"} <= {*metrics}
+
+
 def test_epochs_whose_steps_begin_again_are_asked_about(tmp_path: Path) -> None:
     for epoch in (1, 2, 3):
         write(tmp_path / f"epoch_{epoch}.jsonl", epoch)

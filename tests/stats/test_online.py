@@ -7,6 +7,7 @@ import pytest
 from scipy import stats
 
 from abrun.stats.online import (
+    MAX_SEEDS,
     OLD_RUNS_SD,
     SPENDING,
     Memory,
@@ -50,6 +51,7 @@ def test_levels_assigned_so_far_never_exceed_alpha_times_the_discoveries():
 
 def test_the_readings_share_one_level():
     spent = [float(spent_level(0.01, count, 8)) for count in range(1, 10)]
+    assert spent_level(0.01, MAX_SEEDS, MAX_SEEDS) == 0.01  # planned pairs that do not suffice for `worth`
     assert spent[:2] == [0, 0] and spent[8] == 0 and spent[:8] == sorted(spent[:8])
     assert spent[7] == pytest.approx(0.01 * SPENDING) and spent[3] == pytest.approx(spent[7] / 8)
 
@@ -104,6 +106,14 @@ def test_old_runs_alone_allow_for_an_environment_that_moved():
     reading = read_candidate(values, None, QUIET, **RULES)
     expected = (QUIET.runs.squares + 0.02) / 53 / 4 + 1 / 8 + OLD_RUNS_SD**2
     assert reading.error == pytest.approx(np.sqrt(expected)) and reading.improvement == pytest.approx(1.6)
+
+
+def test_a_shift_that_a_round_shows_leaves_old_runs_aside():
+    """Controls and candidate are 4 sd below the old runs: the candidate, half an sd better, is not worse."""
+    values, controls = np.array([-3.4, -3.6]), np.array([-4.0, -4.0])
+    reading = read_candidate(values, controls, QUIET, **RULES)
+    assert not reading.worse  # by the pairs almost alone, whose error is 1
+    assert reading.upper == pytest.approx(0.5 + stats.t.isf(0.25 / 4, 50), abs=0.15)
 
 
 def test_the_environment_is_learned_from_the_controls_of_earlier_rounds():

@@ -13,7 +13,7 @@ from abrun.report.comparing import Comparison, compare_sources, freeze_arm
 from abrun.stats.equivalence import equivalence_test
 from abrun.stats.one_sided import improvement_test
 from tests.bench.bench_spare_runs import with_further
-from tests.verdict.simulate import edit_rows, write_experiment
+from tests.verdict.simulate import edit, edit_rows, write_experiment
 
 LEVELS = np.random.default_rng(7)
 
@@ -43,10 +43,23 @@ def test_further_baselines_pull_towards_their_own_mean_and_rounding_does_without
 
 def compared_with_five_seeds(tmp_path: Path, shift: float) -> Comparison:
     """Compare three runs of an arm with a reference of five."""
-    anchor = write_experiment(tmp_path / "anchor", controls={"aa_reruns": 0})
+    anchor = tmp_path / "anchor"
+    if not anchor.exists():
+        write_experiment(anchor, controls={"aa_reruns": 0})
     later = write_experiment(tmp_path / "later", controls={"aa_reruns": 0}, seeds=[0, 1, 2], shift=shift)
     freeze_arm(open_sources([str(anchor)], ReadingOptions(allows_one_arm=True)), "baseline", tmp_path / "r")
     return compare_sources([str(later)], ReadingOptions(), reference=tmp_path / "r", arm="treatment")
+
+
+def test_a_seed_that_ran_on_another_device_is_left_out(tmp_path: Path) -> None:
+    anchor = write_experiment(tmp_path / "anchor", controls={"aa_reruns": 0})
+    edit(
+        anchor / "baseline/seed-4/environment.json", lambda content: content.update(devices=["another card"])
+    )
+    found = compared_with_five_seeds(tmp_path, 0.0)
+    (claim,) = found.content.claims
+    (used,) = [warning for warning in claim.warnings if warning.code is Code.SEEDS_WITHOUT_PAIR]
+    assert used["seeds"] == [3]
 
 
 @pytest.mark.parametrize(("shift", "verdict"), [(0.0, "MATCH"), (0.1, "MISMATCH")])

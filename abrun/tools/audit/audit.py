@@ -103,7 +103,7 @@ def compare(dump: Dump, name: str, expected: Bounded) -> Check:
 
 
 def explain(dump: Dump, witness: str, names: list[str]) -> list[Variant]:
-    """Return the variants under which a quantity fits and, of these, as many others as possible."""
+    """Return the variants under which a quantity fits and, of these, as many of all others as possible."""
     usual, tried = recompute(Formulas(dump), witness).low, []
     for variant in sorted(variants(dump.settings), key=lambda variant: QUANTITIES.index(variant.quantity)):
         outcome = _outcome(dump, variant, witness)
@@ -113,8 +113,7 @@ def explain(dump: Dump, witness: str, names: list[str]) -> list[Variant]:
     if not fitting:
         pairs = (a | b for (a, _), (b, _) in combinations(tried, 2) if a.quantity != b.quantity)
         fitting = [pair for pair in islice(pairs, MAX_PAIRS) if _fits(dump, pair, witness)]
-    later = names[min(names.index(name) for name in (witness, "loss") if name in names) :]
-    scores = [sum(_fits(dump, variant, name) for name in later) for variant in fitting]
+    scores = [sum(_fits(dump, variant, name) for name in names) for variant in fitting]
     best = [variant for variant, score in zip(fitting, scores, strict=True) if score == max(scores)]
     longer = [b for a, b in permutations(best, 2) if b.says.startswith(f"{a.says};")]
     return [variant for variant in best if variant not in longer]

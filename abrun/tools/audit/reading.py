@@ -78,7 +78,9 @@ def read_dump(path: Path, algorithm: str | None = None) -> Dump:
     except ValidationError as error:
         problem = error.errors()[0]
         place = ".".join(map(str, problem["loc"]))
-        raise StoreError(f"{path}: {place:.60}: got {problem['input']!r:.40}; {problem['msg']}") from None
+        is_unknown = problem["type"] == "extra_forbidden"
+        why = f"known settings: {', '.join(Settings.model_fields)}" if is_unknown else problem["msg"]
+        raise StoreError(f"{path}: {place:.60}: got {problem['input']!r:.40}; {why}") from None
 
     tensors = {name: array.astype(np.float64) for name, (array, _) in arrays.items() if name in SHAPES}
     for name, values in tensors.items():

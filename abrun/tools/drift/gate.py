@@ -17,7 +17,7 @@ from abrun.logs.recorded.experiment import RecordedExperiment, RecordedRun, Side
 from abrun.logs.recorded.identify import parse_source
 from abrun.logs.recorded.selection import ReadingOptions
 from abrun.logs.recorded.sources import find_stored_experiment, open_sources
-from abrun.messages.codes import Code, Reason, in_words
+from abrun.messages.codes import Code, Reason
 from abrun.messages.numbers import bound_text, counted, difference_text, listed
 from abrun.recipe.claims import Claim
 from abrun.report.present.tables import Table, columns
@@ -182,7 +182,7 @@ def refuse_decided(earlier: Answer, state: State) -> None:
         )
     if earlier.outcome != "OPEN" and not earlier.candidate.failed:
         raise ComparisonError(
-            f"{name}: was discarded as {earlier.outcome}, and its level is spent; to judge it again, run it "
+            f"{name}: was answered {earlier.outcome}, and its level is spent; to judge it again, run it "
             "anew and give another --name"
         )
     if earlier.controls.runs and earlier.incumbent != incumbent:
@@ -426,9 +426,6 @@ def caveats(answer: Answer, state: State, now_s: float) -> list[Reason]:
         if days >= OLD_AFTER_DAYS:
             reasons.append(Code.GATE_AGE(incumbent=incumbent.name, days=round(days)))
     hashes = {run.environment_sha256 for run in (*compared.runs, *answer.candidate.runs)} - {None}
-    if answer.candidate.left_out:
-        left_out = listed(answer.candidate.left_out)
-        reasons.append(in_words(f"{answer.candidate.name}: {left_out} left out by --seeds or --exclude"))
     if len(hashes) > 1:
         reasons.append(Code.GATE_ENVIRONMENT(candidate=answer.candidate.name, incumbent=incumbent.name))
     return reasons

@@ -1,6 +1,7 @@
 """One round of a gate: the candidate and the incumbent of a recipe, on the same new seeds, side by side."""
 
 import hashlib
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,16 +32,18 @@ def launch_round(path: Path, recipe: Path, source: Source, *, quiet: bool) -> So
     name = source.name or loaded.name
     earlier = state.candidates.get(name)
     num_done, num_pairs = (len(earlier.candidate.runs), earlier.seeds_to_add) if earlier else (0, 1)
+    reading = source.reading
+    folder = reading.runs_dir / f"{name}-round-{num_done + 1}"
     if earlier:
         refuse_decided(earlier, state)
         if earlier.candidate.failed:
+            rounds = (reading.runs_dir / f"{name}-round-{number}" for number in range(num_done, 0, -1))
+            last = shlex.quote(str(next(filter(is_experiment, rounds), "ROUND")))
+            words = ["--arm", arm, "--control", loaded.baseline, "--name", name, "--against", str(path)]
             raise ComparisonError(
                 f"{name}: {listed(earlier.candidate.failed)} failed, which is WORSE; to run it again: abrun "
-                f"launch of that round with --resume, then abrun gate of its folder with --control "
-                f"{loaded.baseline} --name {name}"
+                f"launch {last} --resume --no-compare, then abrun gate {last} {shlex.join(words)}"
             )
-    reading = source.reading
-    folder = reading.runs_dir / f"{name}-round-{num_done + 1}"
     if resumed := is_experiment(folder):
         seeds = open_experiment(folder)["recipe"]["seeds"]
     else:

@@ -125,6 +125,27 @@ def test_three_tokens_by_hand(tmp_path: Path) -> None:
     assert (result.first, result.fits) == ("loss", ())
 
 
+def test_losses_that_tie_by_rounding_share_the_gradient(tmp_path: Path) -> None:
+    """In bfloat16 0.796875 A and the clipped 0.8 A can be one number; torch.min then halves the gradient."""
+    torch = pytest.importorskip("torch")
+    logprobs = torch.tensor([[-1.2265625]], dtype=torch.bfloat16, requires_grad=True)
+    old, advantage = torch.tensor([[-1.0], [1.6328125]], dtype=torch.bfloat16).split(1)
+    ratio = (logprobs - old).exp()
+    losses = -torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+    (gradient,) = torch.autograd.grad(losses.sum(), logprobs)
+    assert float(ratio) < 0.8 and float(gradient) == float(losses) / 2  # clipping concerns A < 0
+    tensors = {
+        "token_mask": torch.ones(1, 1, dtype=torch.bool),
+        "trainer_logprobs": logprobs,
+        "old_logprobs": old,
+        "advantages": advantage,
+        "loss": losses.sum(),
+        "logprob_gradients": gradient,
+    }
+    write_dump(tmp_path / "tie", tensors, algorithm="ppo", settings={"clip_low": 0.2, "clip_high": 0.2})
+    assert audit(read_dump(tmp_path / "tie")).first is None
+
+
 def test_two_faults_at_once_are_named_together(tmp_path: Path) -> None:
     advantage = 0.5 / (math.sqrt(0.5) + 1e-6)
     loss = (-advantage * 1 + (1.5 + 0.5) * advantage) / 3  # no clipping, DAPO's mean

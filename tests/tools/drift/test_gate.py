@@ -27,7 +27,7 @@ from abrun.messages.codes import Code
 from abrun.runs.lines import json_line
 from abrun.stats.online import OLD_RUNS_SD, lord_level, spent_level
 from abrun.tools.drift.audit import audit_rule
-from abrun.tools.drift.gate import Source, _name_runs, _test_candidate, ask_gate, caveats
+from abrun.tools.drift.gate import Source, _judge, _name_runs, _test_candidate, ask_gate, caveats
 from abrun.tools.drift.store import Answer, KnownRun, Runs, State, read_state
 from tests.reasons import refused
 from tests.verdict.simulate import fail, write_experiment
@@ -276,7 +276,7 @@ def test_a_candidate_with_a_diverged_run_is_worse(tmp_path):
     assert result.exit_code == 3 and "NaN or infinite in 1 run" in result.stdout
     with refused("wild/seed-2 was judged with another value"):
         ask(ledger, write_runs(tmp_path / "wild", [0.9, 0.9, 0.9]))
-    with refused("wild: was discarded as WORSE"):
+    with refused("wild: was answered WORSE"):
         ask(ledger, write_runs(tmp_path / "wild", [*levels, 0.91]))
     with refused("1 run failed or became NaN or infinite"):
         ask(ledger, write_runs(tmp_path / "base", [*BASE, float("nan")]))
@@ -546,6 +546,68 @@ def test_a_round_that_shows_nothing_is_refused(tmp_path, change, problem):
     assert store.read_bytes() == before
 
 
+def test_all_pairs_at_once_are_read_on_the_schedule(tmp_path):
+    """Eight pairs that start badly are discarded as when they were shown one by one."""
+    values = [level - 0.3 for level in FRESH[:4]] + [level + 0.9 for level in FRESH[4:]]
+    answers = []
+    for name, counts in (("at once", (8,)), ("by and by", (1, 2, 4, 8))):
+        store = start(tmp_path / name)
+        for count in counts:
+            folder = write_round(tmp_path / name / "r", values[:count], FRESH[::-1][:count], 20)
+            answers.append(answer := ask(store, folder, **ROUND))
+            if answer.outcome != "OPEN":
+                break
+    assert [answers[0].outcome, answers[0].num_read] == [answers[-1].outcome, answers[-1].num_read]
+    assert answers[0].outcome == "WORSE" and answers[0].num_read < 8
+    assert answers[0].interval == answers[-1].interval and len(answers[0].candidate.runs) == 8
+
+
+def test_a_run_that_failed_gives_no_level_back(tmp_path):
+    state = read_state(start(tmp_path))
+    shown = [KnownRun(name=f"idea/{seed}", seed=seed, value=level + 0.03) for seed, level in enumerate(FRESH)]
+    fresh = [replace(run, name=f"base/{seed}", value=FRESH[-1 - seed]) for seed, run in enumerate(shown)]
+
+    def judged(runs: Sequence[KnownRun]) -> Answer:
+        controls = Runs(name="controls", runs=tuple(fresh[: len(runs)]))
+        answer = _judge(state, Runs(name="idea", runs=tuple(runs)), controls, old_runs=False)
+        state.add(answer)
+        return answer
+
+    first = judged(shown[:3])
+    assert first.outcome == "OPEN" and first.spent > 0
+    with refused("seed 0 has several controls"):
+        _judge(
+            *(state, Runs(name="x", runs=tuple(shown[:1]))),
+            Runs(name="c", runs=(fresh[0], replace(fresh[0], name="base/again"))),
+            old_runs=False,
+        )
+    crashed = judged([*shown[:3], replace(shown[3], value=None, failed=True)])
+    assert crashed.outcome == "WORSE" and crashed.spent == first.spent
+    again = judged(shown[:4])
+    assert again.reading_level == pytest.approx(spent_level(again.level, 4, 8) - first.spent)
+
+
+def test_a_control_has_the_settings_of_the_incumbent_and_a_candidate_one_of_its_own(tmp_path):
+    state = read_state(start(tmp_path))
+    kept = replace(state.incumbent.runs[0], name="old", settings_sha256="a")
+    state.incumbent = replace(state.incumbent, runs=(*state.incumbent.runs, kept))
+    run = KnownRun(name="idea/1", seed=1, value=0.5, settings_sha256="b")
+    for candidate, control, problem in (
+        ((run,), "c", "its controls have other settings than base, the incumbent"),
+        (
+            (run, replace(run, name="idea/2", seed=2, settings_sha256="d")),
+            "a",
+            "its runs have 2 configurations",
+        ),
+    ):
+        controls = [replace(run, name=f"base/{run.seed}", settings_sha256=control) for run in candidate]
+        with refused(problem):
+            _judge(
+                *(state, Runs(name="idea", runs=candidate), Runs(name="c", runs=tuple(controls))),
+                old_runs=False,
+            )
+
+
 def test_pairs_beside_an_earlier_incumbent_do_not_count_on(tmp_path):
     store = start(tmp_path)
     first = [level + 0.02 for level in FRESH]
@@ -582,7 +644,12 @@ def test_a_round_is_launched_with_new_seeds_judged_and_resumed(tmp_path, monkeyp
     again = json.loads(typed("--round", recipe, *store, "--json").stdout)
     assert again["improvement"] == pytest.approx(answer["improvement"]) and again["num_seeds"] == 1
     if answer["answer"] != "OPEN":
-        assert f"was discarded as {answer['answer']}" in typed("--round", recipe, *store).stderr
+        assert f"was answered {answer['answer']}" in typed("--round", recipe, *store).stderr
+    Path("gate.jsonl").unlink()
+    assert typed("base", *store, *words).exit_code == 0
+    recipe.write_text(recipe.read_text().replace("steps: ", "steps: 1"))  # an edited recipe is no resumed one
+    result = typed("--round", recipe, *store)
+    assert result.exit_code == 2 and "steps is" in result.stderr
     for words, problem in (
         (("--old-runs",), "--old-runs as well"),
         (("--arm", "x"), "give the one to compare"),
@@ -621,7 +688,9 @@ def test_a_rule_is_scored_on_equal_runs_and_on_those_that_differ(tmp_path):
     assert (
         "rejects 0 % of equal runs, and 50 % of runs that differ, and never detects 1" in content["summary"]
     )
-    for rule, problem in {"true": "without {runs}", "/no/such/rule {runs}": "cannot be asked"}.items():
+    rules = {"true": "without {runs}", "/no/such/rule {runs}": "cannot be asked"}
+    rules["sh -c 'kill -9 $$' {runs}"] = "ended with exit code -9"
+    for rule, problem in rules.items():
         with refused(problem):
             audit_rule(rule, str(experiment), READING)
 
@@ -634,6 +703,11 @@ def test_what_cannot_be_asked_is_one_line(tmp_path):
         ((idea, "--against", tmp_path / "other.jsonl"), "not a store"),
         ((idea, "--against", ledger, "--worth", "1"), "--worth requires --start"),
         ((idea, "--against", ledger, "--start"), "--claim"),
+        (
+            (idea, "--against", ledger, "--start", "--claim", CLAIM, "--control", "x"),
+            "--start: got --control",
+        ),
+        (("--against", ledger, "--control", "x"), "--control: got no CANDIDATE"),
         (("--against", ledger, "--start", "--claim", CLAIM), "CANDIDATE"),
         ((idea, "--against", ledger, "--start", "--claim", CLAIM), "allowed: at least 3"),
         ((tmp_path / "base", "--against", ledger, "--start", "--claim", CLAIM), "already exists"),
